@@ -1,0 +1,1397 @@
+# ckpt.py: a training run that survives anything and goes on exactly where it was, in one file.
+#
+# MIT License. Copyright (c) 2026 the ckpt.py authors.
+# Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
+# associated documentation files (the "Software"), to deal in the Software without restriction,
+# including without limitation the rights to use, copy, modify, merge, publish, distribute,
+# sublicense, and/or sell copies of the Software, and to permit persons to whom the Software is
+# furnished to do so, subject to the following conditions:
+# The above copyright notice and this permission notice shall be included in all copies or
+# substantial portions of the Software.
+# THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT
+# NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+# NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM,
+# DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT
+# OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+"""Atomic checkpoints, exact RNG and data position, and a small trainer that resumes bit for bit.
+
+    manager = CheckpointManager("runs/a", every_steps=500, keep_last=3)
+    trainer = Trainer(model, optimizer, loader, checkpoint_manager=manager, exact_resume=True)
+    trainer.resume()        # False at the first start
+    trainer.fit(10_000)     # kill it whenever you like, run the script again
+
+or, in a loop of your own:
+
+    if manager.should_save(step):
+        manager.save(step, {"model": model_state_dict(model), "rng": capture_rng_state()})
+    state = manager.load_latest()       # None at the first start
+
+Sections, each using only those above it (cut the file at any banner and keep what stands above):
+errors, atomic files, RNG, model state, manager, trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import errno
+import json
+import logging
+import operator
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+import types
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import torch
+
+__version__ = "0.1.0"
+__all__ = """
+    CheckpointError atomic_torch_save atomic_json_dump verify_checkpoint capture_rng_state
+    restore_rng_state seed_everything model_state_dict load_model_state_dict CheckpointManager
+    SyncCoordinator TrainResult Trainer
+""".split()
+
+log = logging.getLogger("ckpt")
+
+
+# ==================================================================================================
+# Errors
+# ==================================================================================================
+class CheckpointError(RuntimeError):
+    """A checkpoint that is missing, damaged or does not fit.
+
+    ``path`` (a ``Path``) and ``step`` (an int) say which one it is; None where that is unknown.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | os.PathLike | None = None, step: int | None = None
+    ):
+        super().__init__(message)
+        self.path = None if path is None else Path(path)
+        self.step = step
+
+
+def _check_int(name: str, value: Any, least: int) -> int:
+    """The argument as an int, or the error that names it."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    return number
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise TypeError(f"{name} must be of type {expected}, got {value!r}")
+
+
+# ==================================================================================================
+# Atomic files: write beside the destination, sync, rename, sync the directory
+# ==================================================================================================
+def atomic_torch_save(state: Any, path: str | os.PathLike, *, fsync: bool = True) -> None:
+    """``torch.save(state, path)``, so that ``path`` holds the old file or the new one, whole.
+
+    The bytes go to ``.<name>.tmp-<pid>`` beside ``path`` and are renamed over it; missing parent
+    directories are made. With ``fsync`` file and directory have reached the disk on return.
+    An OSError carries errno and filename; whatever is raised, the old file stays and no temporary
+    file does. Threads and processes may save to one path at once: the last one wins.
+    """
+    _write_atomically(path, lambda file: torch.save(state, file), fsync)
+
+
+def atomic_json_dump(value: Any, path: str | os.PathLike, *, fsync: bool = True) -> None:
+    """Indented JSON of ``value`` in ``path``, as atomically as :func:`atomic_torch_save`."""
+    data = (json.dumps(value, indent=2) + "\n").encode()
+    _write_atomically(path, lambda file: file.write(data), fsync)
+
+
+def verify_checkpoint(path: str | os.PathLike) -> None:
+    """Compare every record of a ``torch.save`` file with its CRC-32, without unpickling anything.
+
+    Raises CheckpointError naming the damaged record (``torch.load`` itself does not look: a flipped
+    bit in a tensor loads silently). A file that has no checksums, because it is in torch's legacy
+    format or was written without them, passes with a warning.
+    """
+    path, damaged = Path(path), None
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC:
+                log.warning("%s is in the legacy format, which has no checksums", path)
+                return
+            with zipfile.ZipFile(file) as archive:
+                records = archive.infolist()
+                # torch.save never compresses: two sizes that differ are a damaged directory.
+                damaged = next(
+                    (r.filename for r in records if r.file_size != r.compress_size), None
+                )
+                if not any(r.filename.endswith("/data.pkl") for r in records):
+                    damaged = "data.pkl"
+                if not any(r.CRC for r in records):
+                    log.warning("%s was written without checksums: nothing to verify", path)
+                else:
+                    damaged = damaged or archive.testzip()
+    except Exception as error:  # a damaged zip makes zipfile raise almost anything
+        raise CheckpointError(f"{path} cannot be read ({error}); {_WAY_OUT}", path=path) from error
+    if damaged:
+        message = f"{path} is damaged: record {damaged!r} is missing or fails its checksum"
+        raise CheckpointError(f"{message}; {_WAY_OUT}", path=path)
+
+
+_WAY_OUT = "use an older checkpoint: load_latest(fallback=True) or resume(fallback=True)"
+_LEGACY_MAGIC = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
+# What a file system says that cannot sync a directory. Never among them: ENOSPC, EIO.
+_CANNOT_SYNC = {
+    getattr(errno, name)
+    for name in "EINVAL ENOTSUP EOPNOTSUPP ENOSYS EBADF EACCES EPERM EISDIR".split()
+}
+_in_use: dict[str, object] = {}  # the temporary files that this process is writing now
+
+
+def _write_atomically(
+    path: str | os.PathLike, write: Callable[[BinaryIO], Any], fsync: bool
+) -> None:
+    path = Path(path)
+    if not path.name:
+        raise ValueError(f"path must name a file, got {str(path)!r}")
+    _make_directory(path.parent, fsync)
+    temporary, owner = str(path.with_name(f".{path.name}.tmp-{os.getpid()}")), object()
+    while _in_use.setdefault(temporary, owner) is not owner:  # another thread writes the same file
+        temporary += "0"
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            if fsync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        _remove(temporary)
+        # torch.save reports a failed write as "unexpected pos", with the OSError as its context.
+        failed = error.__context__ if type(error) is RuntimeError else error
+        if not isinstance(failed, OSError) or failed.filename is not None:
+            raise
+        failed.filename = str(path)
+        raise failed from None
+    finally:
+        del _in_use[temporary]
+    if fsync:
+        _sync_directory(path.parent)
+
+
+def _make_directory(directory: Path, fsync: bool) -> None:
+    made = [d for d in (directory, *directory.parents) if not d.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    if fsync:
+        for new in made:
+            _sync_directory(new.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    if os.name == "nt":  # Windows cannot open a directory
+        return
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            error.filename = str(directory)
+            raise
+        log.debug("cannot sync directory %s: %s", directory, error)
+
+
+def _remove(path: str | os.PathLike) -> None:
+    """Remove a file that is not needed. That it stays is no reason to end a run: it is logged."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass  # another process was quicker
+    except OSError as error:
+        log.warning("cannot remove %s: %s", path, error)
+
+
+# ==================================================================================================
+# RNG
+# ==================================================================================================
+def capture_rng_state() -> dict:
+    """The state of every global generator, in a form that ``torch.load(weights_only=True)`` takes.
+
+    Keys: ``python`` (tuple), ``numpy`` (tuple; its array is an int64 tensor), ``torch`` (uint8
+    tensor), ``cuda`` (list with a uint8 tensor for each device; only with CUDA), ``mps`` (uint8
+    tensor; only with MPS). Nothing is drawn.
+    """
+    name, keys, *rest = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def restore_rng_state(state: Mapping, *, strict: bool = False) -> None:
+    """Put back what :func:`capture_rng_state` took, part by part.
+
+    A part that is missing, damaged or for devices that are not here is logged in one warning and
+    left as it is. With ``strict`` the same is a CheckpointError that lists the parts, and nothing
+    has changed. Raises TypeError when ``state`` is not a mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be what capture_rng_state() returned, got {type(state)}")
+    before = capture_rng_state() if strict else None
+    failed = []
+    for part, restore in _RESTORE.items():
+        if part not in state and part in ("cuda", "mps"):
+            continue
+        try:
+            restore(state[part])
+        except Exception as error:  # swallowed by contract: a run goes on with other numbers
+            failed.append(f"{part} ({'missing' if part not in state else error})")
+    if failed and strict:
+        restore_rng_state(before)
+        raise CheckpointError(f"RNG state cannot be restored: {', '.join(failed)}")
+    if failed:
+        log.warning("RNG state not restored, random numbers will differ: %s", ", ".join(failed))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (all devices). ``seed``: 0 <= int < 2**32, else ValueError."""
+    if _check_int("seed", seed, 0) >= 2**32:
+        raise ValueError(f"seed must be below 2**32, got {seed!r}")
+    random.seed(int(seed))
+    np.random.seed(int(seed))
+    torch.manual_seed(int(seed))
+
+
+def _restore_python(state: tuple) -> None:
+    version, internal, gauss = state
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _restore_numpy(state: tuple) -> None:
+    name, keys, *rest = state
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
+
+
+def _restore_cuda(states: list) -> None:
+    here = torch.cuda.device_count()
+    for device, state in enumerate(states[:here]):
+        torch.cuda.set_rng_state(state.cpu(), device)
+    if len(states) > here:
+        raise ValueError(f"saved on {len(states)} devices, {here} are here")
+
+
+_RESTORE = {
+    "python": _restore_python,
+    "numpy": _restore_numpy,
+    "torch": lambda state: torch.set_rng_state(state.cpu()),
+    "cuda": _restore_cuda,
+    "mps": lambda state: torch.mps.set_rng_state(state.cpu()),
+}
+
+
+# ==================================================================================================
+# Model and optimizer state
+# ==================================================================================================
+def model_state_dict(model: torch.nn.Module) -> dict:
+    """``model.state_dict()`` under bare names: what ``torch.compile`` (``_orig_mod.``),
+    DistributedDataParallel and DataParallel (``module.``) put before them is gone, at any depth.
+
+    The tensors are the model's own, not copies; tied ones keep all their names and share storage.
+    """
+    state = model.state_dict()
+    bare = OrderedDict((_bare_name(model, name), value) for name, value in state.items())
+    if hasattr(state, "_metadata"):  # module versions, which load_state_dict may ask for
+        bare._metadata = OrderedDict(
+            (_bare_name(model, name), value) for name, value in state._metadata.items()
+        )
+    return bare
+
+
+def load_model_state_dict(model: torch.nn.Module, state: Mapping) -> None:
+    """Copy ``state`` into ``model``, whichever of the two is wrapped (compiled, DDP) or bare.
+
+    Strict: one CheckpointError names every missing and unexpected key and every other shape, and
+    the model is unchanged. A tensor of another dtype is cast. TypeError if it is not a mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be a state_dict, got {type(state)}")
+    fitted, problems = _fit(model, state)
+    if problems:
+        raise CheckpointError("the state does not fit the model:\n  " + "\n  ".join(problems))
+    model.load_state_dict(fitted)
+
+
+def _bare_name(model: torch.nn.Module, name: str) -> str:
+    module, kept = model, []
+    for part in name.split("."):
+        if part != _wrapped_child(module):
+            kept.append(part)
+        module = module._modules.get(part) if isinstance(module, torch.nn.Module) else None
+    return ".".join(kept)
+
+
+def _wrapped_child(module: Any) -> str | None:
+    """The attribute under which a wrapper holds the module that it wraps."""
+    if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        return "module"
+    # By name: importing torch._dynamo for its class takes a second.
+    return "_orig_mod" if type(module).__name__ == "OptimizedModule" else None
+
+
+def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
+    """``state`` under the names that ``model.load_state_dict`` expects, and all that differs."""
+    own = model.state_dict()
+    live = {_bare_name(model, name): name for name in own}
+    saved = dict(zip(_saved_names(state, live), state.values(), strict=True))
+    problems = [f"missing: {name}" for name in sorted(live.keys() - saved.keys())]
+    problems += [f"unexpected: {name}" for name in sorted(saved.keys() - live.keys())]
+    for name in sorted(live.keys() & saved.keys()):
+        mine, theirs = own[live[name]], saved[name]
+        if not isinstance(mine, torch.Tensor) or torch.nn.parameter.is_lazy(mine):
+            continue
+        if not isinstance(theirs, torch.Tensor):
+            problems.append(f"{name}: saved as {type(theirs).__name__}, the model has a tensor")
+        elif mine.shape != theirs.shape:
+            problems.append(f"{name}: saved {tuple(theirs.shape)}, the model {tuple(mine.shape)}")
+    fitted = OrderedDict((live.get(name, name), value) for name, value in saved.items())
+    if hasattr(state, "_metadata"):
+        inner = {_bare_name(model, name): name for name in getattr(own, "_metadata", {})}
+        fitted._metadata = OrderedDict((inner.get(n, n), v) for n, v in state._metadata.items())
+    return fitted, problems
+
+
+def _saved_names(state: Mapping, live: Mapping) -> list[str]:
+    """The keys of ``state`` under the bare names in ``live``, as far as they can be told apart."""
+
+    def without(part: str, name: str) -> str:
+        return ".".join(p for p in str(name).split(".") if p != part)
+
+    plain = [without("_orig_mod", name) for name in state]
+    outer = [name.removeprefix("module.") for name in plain]
+    # Wrapped further in (model.generator = DDP(…)): drop "module" where that leaves no doubt.
+    short: dict[str, str | None] = {}
+    for name in live:
+        key = without("module", name)
+        short[key] = None if key in short else name
+    inner = [name if name in live else short.get(without("module", name)) or name for name in plain]
+    readings = [names for names in (plain, outer, inner) if len(set(names)) == len(names)]
+    return max(readings or [list(state)], key=lambda names: len(live.keys() & set(names)))
+
+
+def _optimizer_problems(optimizer: torch.optim.Optimizer, saved: Any) -> list[str]:
+    """Why ``saved`` does not belong to ``optimizer``: groups, their sizes, their kind, names."""
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        return [f"not an optimizer's state_dict but {type(saved).__name__}"]
+    ours, theirs = optimizer.param_groups, saved["param_groups"]
+    if len(ours) != len(theirs):
+        return [f"saved with {len(theirs)} parameter groups, here are {len(ours)}"]
+    problems = []
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if len(mine["params"]) != len(other["params"]):
+            sizes = f"{len(other['params'])} parameters, here are {len(mine['params'])}"
+            problems.append(f"group {number} was saved with {sizes}")
+        # A release of torch adds options or drops them; both at once is another optimizer.
+        lacking = optimizer.defaults.keys() - other.keys()
+        unknown = {k for k in other.keys() - mine.keys() if not re.search("lr|momentum|names", k)}
+        if lacking and unknown:
+            options = f"{', '.join(sorted(unknown))} but not {', '.join(sorted(lacking))}"
+            problems.append(f"group {number} was saved by another kind of optimizer: has {options}")
+        names = zip(other.get("param_names", ()), mine.get("param_names", ()), strict=False)
+        wrong = next((pair for pair in names if pair[0] != pair[1]), None)
+        if wrong:
+            problems.append(f"group {number} holds {wrong[0]} where {wrong[1]} is here")
+    return problems
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping) -> None:
+    """``optimizer.load_state_dict``, but no tensor is shared with ``saved`` or has another dtype.
+
+    torch casts fp32 moments to the dtype of bf16 parameters, and keeps the caller's tensors.
+    """
+    optimizer.load_state_dict(saved)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [i for group in saved["param_groups"] for i in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=True):
+        if index in saved["state"]:
+            live = optimizer.state[parameter]
+            optimizer.state[parameter] = _own(live, saved["state"][index])
+
+
+def _own(live: Any, saved: Any) -> Any:
+    if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor):
+        if live is not saved and live.dtype == saved.dtype:
+            return live
+        return saved.detach().to(live.device, copy=True)
+    if isinstance(saved, dict) and isinstance(live, dict):
+        return {key: _own(value, saved.get(key)) for key, value in live.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
+        return type(live)(map(_own, live, saved))
+    return live
+
+
+# ==================================================================================================
+# Manager
+# ==================================================================================================
+class CheckpointManager:
+    """The checkpoints of one run in one directory: ``step_<12 digits>.pt`` and ``latest.json``.
+
+    ``every_steps``: the interval of :meth:`should_save`. ``keep_last``: how many files
+    :meth:`prune` keeps, None for all. ``keep_every``: steps that it divides are kept for ever and
+    do not count. ``enabled=False``: should_save is always False. ``fsync=False``: faster, but a
+    power cut may take the last saves. ``weights_only=True``: load without running pickled code,
+    for files that you do not trust. Bad arguments are a ValueError or TypeError.
+
+    One process at a time writes a directory, from one thread; any number may read it meanwhile.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        every_steps: int = 500,
+        keep_last: int | None = 3,
+        enabled: bool = True,
+        fsync: bool = True,
+        keep_every: int | None = None,
+        weights_only: bool = False,
+    ):
+        self.directory = Path(directory)
+        self.every_steps = _check_int("every_steps", every_steps, 1)
+        self.keep_last = None if keep_last is None else _check_int("keep_last", keep_last, 1)
+        self.keep_every = None if keep_every is None else _check_int("keep_every", keep_every, 1)
+        self.enabled, self.fsync, self.weights_only = enabled, fsync, weights_only
+        self._rewound = False  # whether the last save was below the newest: warned about once
+
+    def should_save(self, step: int) -> bool:
+        """Whether ``step`` is a positive multiple of ``every_steps`` and saving is enabled."""
+        return bool(self.enabled and step > 0 and step % self.every_steps == 0)
+
+    def path_for(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` is, or would be."""
+        return self.directory / f"step_{_check_int('step', step, 0):012d}.pt"
+
+    def save(self, step: int, state: dict) -> Path:
+        """Write the checkpoint, then the pointer, then prune; the file's path.
+
+        Saves whatever ``enabled`` and ``should_save`` say. A step below the newest is saved too,
+        and is the latest from then on. An OSError passes through; whatever is raised before the
+        pointer names the new file, the directory is as it was.
+        """
+        path = self.path_for(step)
+        existed = path.exists()
+        pointer = {"step": operator.index(step), "file": path.name}
+        try:
+            atomic_torch_save(state, path, fsync=self.fsync)
+            atomic_json_dump(pointer, self.directory / _POINTER, fsync=self.fsync)
+        except BaseException:
+            if not existed and self._pointed() != path:
+                _remove(path)
+            raise
+        later = [other for other in self.steps() if other > step]
+        if later and not self._rewound:
+            log.warning("%s also holds later steps, which stay: %s", self.directory, later)
+        self._rewound = bool(later)
+        self.prune()
+        self._sweep(path)
+        return path
+
+    def load_latest(self, *, fallback: bool = False) -> dict | None:
+        """The latest checkpoint, on the CPU, or None when the directory holds none.
+
+        A file that cannot be read, or is not a dict, is a CheckpointError. With ``fallback`` each
+        file is verified before it is loaded, a damaged one is skipped with a warning for the next
+        lower step, and when none is left one CheckpointError names them all.
+        """
+        return self._load_latest(fallback)[1]
+
+    def latest_path(self) -> Path | None:
+        """The file that ``latest.json`` names, if it is there, else the one of the highest step.
+
+        A crash between the two writes of a save leaves the pointer one save behind; it is trusted.
+        """
+        pointed = self._pointed()
+        if pointed is None:
+            files = self._files()
+            return files[max(files)] if files else None
+        return pointed
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint here, ascending."""
+        return sorted(self._files())
+
+    def prune(self) -> None:
+        """Delete all but the ``keep_last`` newest checkpoints up to the one that is latest.
+
+        Later files (a run that was rewound), multiples of ``keep_every`` and the latest itself
+        stay. A file that cannot be deleted is logged.
+        """
+        latest, files = self.latest_path(), self._files()
+        if latest is None or self.keep_last is None:
+            return
+        top = self._step_of(latest)
+        counted = [
+            step
+            for step in sorted(files)
+            if step <= top and not (self.keep_every and step % self.keep_every == 0)
+        ]
+        for step in counted[: -self.keep_last]:
+            if files[step] != latest:
+                _remove(files[step])
+
+    def copy_to(self, destination: str | os.PathLike) -> Path | str:
+        """Copy the latest checkpoint out of prune's reach; returns where it is.
+
+        A path is written atomically; a directory, or a name that ends in a slash, gets the file
+        under its own name. A URL (``s3://…``) is anything that fsspec opens with the packages
+        installed. CheckpointError when there is nothing to copy.
+        """
+        while (source := self.latest_path()) is not None:
+            try:
+                return self._copy(source, os.fspath(destination))
+            except FileNotFoundError:
+                if source.exists():
+                    raise
+        raise CheckpointError(f"{self.directory} holds no checkpoint to copy", path=self.directory)
+
+    def _copy(self, source: Path, destination: str) -> Path | str:
+        if "://" in destination:
+            import fsspec.implementations.local
+
+            url = destination + source.name if destination.endswith("/") else destination
+            filesystem, remote = fsspec.core.url_to_fs(url)
+            if not isinstance(filesystem, fsspec.implementations.local.LocalFileSystem):
+                filesystem.put_file(str(source), remote)
+                return url
+            destination = remote
+        target = Path(destination)
+        if target.is_dir() or destination.endswith(("/", os.sep)):
+            target = target / source.name
+        with open(source, "rb") as file:
+            _write_atomically(
+                target, lambda copied: shutil.copyfileobj(file, copied, 1 << 22), self.fsync
+            )
+        return target
+
+    def _load_latest(self, fallback: bool) -> tuple[Path | None, dict | None]:
+        failed: dict[Path, CheckpointError] = {}
+        while (path := self._next_newest(failed)) is not None:
+            try:
+                if fallback:
+                    verify_checkpoint(path)
+                return path, self._load(path)
+            except CheckpointError as error:
+                if not path.exists():  # pruned by the writer in between: there is a newer one
+                    continue
+                if not fallback:
+                    raise
+                log.warning("trying an older checkpoint: %s", error)
+                failed[path] = error
+        if failed:
+            names = ", ".join(path.name for path in failed)
+            message = f"no checkpoint in {self.directory} can be loaded: {names}; each was logged"
+            raise CheckpointError(message, path=self.directory) from list(failed.values())[-1]
+        return None, None
+
+    def _next_newest(self, failed: Mapping) -> Path | None:
+        """The latest file, or the one of the highest lower step that has not failed yet."""
+        latest = self.latest_path()
+        if latest not in failed:
+            return latest
+        files, top = self._files(), self._step_of(latest)
+        left = [step for step in files if step < top and files[step] not in failed]
+        return files[max(left)] if left else None
+
+    def _load(self, path: Path) -> dict:
+        step = self._step_of(path)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=self.weights_only)
+        except Exception as error:  # a damaged file makes torch.load raise almost anything
+            message = f"{path} cannot be loaded ({error}); {_WAY_OUT}"
+            raise CheckpointError(message, path=path, step=step) from error
+        if not isinstance(state, dict):
+            message = f"{path} holds a {type(state).__name__}, not a state dictionary; {_WAY_OUT}"
+            raise CheckpointError(message, path=path, step=step)
+        return state
+
+    def _pointed(self) -> Path | None:
+        """The file that the pointer names, None when there is no pointer or it is no use."""
+        try:
+            name = json.loads((self.directory / _POINTER).read_bytes())["file"]
+            if re.search(r"[/\\:\0]", name) or not self._finished(self.directory / name):
+                raise ValueError(f"it names {name!r}, which is not a file in this directory")
+            return self.directory / name
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            log.warning("%s is ignored: %s", self.directory / _POINTER, error)
+            return None
+
+    def _finished(self, path: Path) -> bool:
+        """Whether it is a file of this directory, not a link out of it. Such names are whole."""
+        if not os.path.isfile(path):
+            return False
+        return not path.is_symlink() or path.resolve().parent == self.directory.resolve()
+
+    def _files(self) -> dict[int, Path]:
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return {}
+        found = {}
+        for name in sorted(names, reverse=True):  # of two names for one step the padded one counts
+            match = _STEP_FILE.fullmatch(name)
+            if match and self._finished(self.directory / name):
+                found[int(match[1])] = self.directory / name
+        return found
+
+    def _step_of(self, path: Path) -> int:
+        match = _STEP_FILE.fullmatch(path.name)
+        if match:
+            return int(match[1])
+        try:  # a pointer to a file with a name of its own
+            return operator.index(json.loads((self.directory / _POINTER).read_bytes())["step"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return max(self._files(), default=0)
+
+    def _sweep(self, saved: Path) -> None:
+        """Delete temporary files that a killed process left behind.
+
+        A pid says nothing about another machine on a shared folder, so they must also be old.
+        """
+        newest = saved.stat().st_mtime
+        for path in self.directory.iterdir():
+            match = _TEMPORARY.fullmatch(path.name)
+            if not match or str(path) in _in_use or _alive(int(match[1])):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime <= newest - 60:
+                    _remove(path)
+
+
+_POINTER = "latest.json"
+_STEP_FILE = re.compile(r"step_([0-9]+)\.pt")
+_TEMPORARY = re.compile(r"\..+\.(?:pt|json)\.tmp-([0-9]+)")
+
+
+def _alive(pid: int) -> bool:
+    """Whether another process of this number runs here."""
+    if pid == os.getpid() or os.name == "nt":  # there kill() kills; open files cannot be removed
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+# ==================================================================================================
+# Trainer
+# ==================================================================================================
+class SyncCoordinator(Protocol):
+    """What the trainer asks of an object that keeps several machines together.
+
+    An attribute ``should_stop``, where there is one, is set to a callable before ``start``: it says
+    whether a signal asked the run to stop, and whatever waits has to ask it.
+    """
+
+    def start(self) -> None: ...
+    def after_optimizer_step(self, model: torch.nn.Module, step: int) -> bool:
+        """Called after each update, before ``on_step`` and the save; True: weights were changed."""
+
+    def stop(self) -> None: ...
+    def state_dict(self) -> dict: ...
+    def load_state_dict(self, state: dict) -> None:
+        """Called after ``start`` when a checkpoint was resumed."""
+
+
+@dataclasses.dataclass
+class TrainResult:
+    """What ``fit`` did. The first three are the trainer's counters, so they count earlier runs too.
+
+    ``final_loss``: mean loss of the last step's micro-batches, None when no step ran.
+    ``elapsed_s``: seconds of this call. ``stop_reason``: ``"max_steps"``, ``"data"`` (an iterator
+    that cannot start again ran out) or the name of a signal, as ``"SIGTERM"``.
+    """
+
+    steps: int
+    samples: int
+    tokens: int
+    final_loss: float | None
+    elapsed_s: float
+    stop_reason: str
+
+
+class Trainer:
+    """A plain training loop that checkpoints, and resumes to the bit where the data allows.
+
+    A batch that is a dict becomes ``model(**batch)``, a tuple or list ``model(*batch)``, anything
+    else ``model(batch)``; the model returns a scalar loss, a mapping with ``"loss"``, or a tuple
+    that begins with it. Anything else is for ``loss_fn(model, batch)``, which returns the same.
+
+    ``scheduler`` steps once for each optimizer step. ``precision``: fp32, bf16, fp16 (with a
+    GradScaler) or auto; one that the device lacks becomes fp32 with a warning. Gradients of
+    ``accumulation_steps`` batches are averaged (across the end of an epoch too) and clipped to the
+    norm ``clip_grad_norm``. ``config`` (dict, dataclass, namespace) is stored without its secrets.
+    ``on_step(trainer, loss)`` runs after each step, before the save; ``loss`` is a detached scalar
+    on its device. ``extra_state``: {name: object with state_dict and load_state_dict} to save too.
+    ``exact_resume``: go on with the next batch, not at the loader's beginning. ``save_final``: save
+    at the end of ``fit`` too. ``save_on_signal``: signals upon which the step is finished and
+    saved and ``fit`` returns.
+
+    Bad arguments are a ValueError or TypeError. For one thread; signals need the main one.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataloader: Iterable,
+        *,
+        device: str | torch.device | None = None,
+        scheduler: Any = None,
+        precision: str = "fp32",
+        accumulation_steps: int = 1,
+        clip_grad_norm: float | None = None,
+        loss_fn: Callable[[torch.nn.Module, Any], Any] | None = None,
+        checkpoint_manager: CheckpointManager | None = None,
+        coordinator: SyncCoordinator | None = None,
+        config: Any = None,
+        on_step: Callable[[Trainer, torch.Tensor], Any] | None = None,
+        extra_state: Mapping[str, Any] | None = None,
+        exact_resume: bool = False,
+        save_final: bool = False,
+        save_on_signal: Iterable[int] = (),
+    ):
+        _check_type("model", model, torch.nn.Module)
+        _check_type("optimizer", optimizer, torch.optim.Optimizer)
+        _check_type("dataloader", dataloader, Iterable)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("scheduler: ReduceLROnPlateau needs a metric, step it in on_step")
+        if precision not in ("fp32", "bf16", "fp16", "auto"):
+            raise ValueError(f"precision must be fp32, bf16, fp16 or auto, got {precision!r}")
+        if clip_grad_norm is not None:
+            _check_type("clip_grad_norm", clip_grad_norm, (int, float))
+            if not clip_grad_norm > 0:
+                raise ValueError(f"clip_grad_norm must be above 0, got {clip_grad_norm!r}")
+        for name, function in {"loss_fn": loss_fn, "on_step": on_step}.items():
+            if function is not None:
+                _check_type(name, function, Callable)
+        if checkpoint_manager is None and (save_final or save_on_signal):
+            raise ValueError("save_final and save_on_signal need a checkpoint_manager, got None")
+        parts = {f"extra_state[{name!r}]": part for name, part in (extra_state or {}).items()}
+        for name, part in {"scheduler": scheduler, **parts}.items():
+            if part is not None and not _is_stateful(part):
+                raise TypeError(f"{name} needs state_dict and load_state_dict, got {type(part)}")
+        self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
+        self.device = _device_of(model, device)
+        self.scheduler, self.loss_fn, self.on_step = scheduler, loss_fn, on_step
+        self.accumulation_steps = _check_int("accumulation_steps", accumulation_steps, 1)
+        self.clip_grad_norm = clip_grad_norm
+        self.checkpoint_manager, self.coordinator = checkpoint_manager, coordinator
+        self.config = None if config is None else _public_config(config)
+        self.extra_state = dict(extra_state or {})
+        self.exact_resume, self.save_final = exact_resume, save_final
+        self.save_on_signal = [_check_signal(number) for number in save_on_signal]
+        self.precision = _plan_precision(precision, self.device)
+        self.step = self.samples = 0
+        self._tokens: int | torch.Tensor = 0  # a tensor while batches are counted on the device
+        self._saved_step: int | None = None  # the step that the manager's latest file holds
+        self._scaler: torch.amp.GradScaler | None = None
+        self._deferred: dict[str, Any] = {}  # scaler and coordinator state that fit() will load
+        self._iterator: Iterator | None = None
+        self._epoch = self._batch = 0  # batches taken in this epoch
+        self._begin: dict | None = None  # generators just before the epoch's iterator was made
+        if device is not None:
+            model.to(self.device)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on: sum of ``attention_mask``, else elements of ``input_ids`` or of an
+        integer first tensor, else samples. Waits for the device if batches are born there."""
+        self._tokens = int(self._tokens)
+        return self._tokens
+
+    def fit(self, max_steps: int) -> TrainResult:
+        """Train until ``step`` is ``max_steps`` (absolute, at least 1), or a signal or data's end.
+
+        A second call goes on: with ``exact_resume`` in the same epoch, else the loader restarts.
+        RuntimeError when fp16 overflows 100 times in a row. ValueError for a loader without
+        batches, or a loss that is not a scalar that requires grad.
+        """
+        max_steps, began = _check_int("max_steps", max_steps, 1), time.perf_counter()
+        if self.step > max_steps:
+            log.warning("nothing to do: step is %d, max_steps %d", self.step, max_steps)
+        loss, reason = None, "max_steps"
+        with contextlib.ExitStack() as stack:
+            if self.step < max_steps:
+                signals = self._catch_signals(stack)
+                self._start(stack, signals)
+                loss, reason = self._loop(max_steps, signals)
+                if self.save_final or signals:
+                    self._save(self.step > 0 and self.step != self._saved_step)
+        final_loss = None if loss is None else float(loss)
+        elapsed = time.perf_counter() - began
+        return TrainResult(self.step, self.samples, self.tokens, final_loss, elapsed, reason)
+
+    def resume(self, state: dict | None = None, *, fallback: bool = False) -> bool:
+        """Go back to ``state``, or to the manager's latest checkpoint; False if there is none.
+
+        Everything is compared first: when the model, the optimizer or the order of the parameters
+        does not fit, one CheckpointError names all of it and nothing has changed. What only the
+        checkpoint or only the trainer has is a warning, as is another config or precision. No
+        tensor of ``state`` is kept, but for the coordinator's, which ``fit`` loads.
+        """
+        path = None
+        if state is None:
+            if self.checkpoint_manager is None:
+                raise ValueError("resume() needs a state or a checkpoint_manager")
+            path, state = self.checkpoint_manager._load_latest(fallback)
+            if state is None:
+                return False
+        if not isinstance(state, dict):
+            raise TypeError(f"state must be a checkpoint's dict, got {type(state)}")
+        source = "the state" if path is None else str(path)
+        fitted, problems, notes = self._compare(state)
+        if problems:
+            message = f"{source} does not fit this run:\n  " + "\n  ".join(problems)
+            raise CheckpointError(message, path=path)
+        if notes:
+            log.warning("%s differs from this run: %s", source, "; ".join(notes))
+        try:
+            with contextlib.ExitStack() as undo:
+                self._restore(state, fitted, undo)
+                undo.pop_all()
+        except Exception as error:
+            message = f"{source} cannot be resumed: {error}"
+            raise CheckpointError(message, path=path) from error
+        self._saved_step = None if path is None else self.step
+        log.info("resumed %s at step %d", source, self.step)
+        return True
+
+    def state_dict(self) -> dict:
+        """The checkpoint: model, optimizer, scaler, scheduler, step, samples, tokens, config, rng,
+        coordinator, precision; with the switches also data and extra. Tensors are not copied."""
+        state = {
+            "model": model_state_dict(self.model),
+            "optimizer": _plain_numbers(self.optimizer.state_dict()),
+            "scaler": self._deferred.get("scaler"),
+            "scheduler": None,
+            "step": self.step,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "config": self.config,
+            "rng": None,
+            "coordinator": self._deferred.get("coordinator"),
+            "precision": dict(self.precision),
+        }
+        if state["scaler"] is None and self._scaler is not None:
+            state["scaler"] = self._scaler.state_dict()
+        if self.scheduler is not None:
+            state["scheduler"] = _plain_numbers(self.scheduler.state_dict())
+        if state["coordinator"] is None and self.coordinator is not None:
+            state["coordinator"] = self.coordinator.state_dict()
+        if self.exact_resume:
+            state["data"] = {"epoch": self._epoch, "batch": self._batch, "begin": self._begin}
+            if self._iterator is not None and _is_stateful(self.dataloader):
+                state["data"]["loader"] = self.dataloader.state_dict()
+        if self.extra_state:
+            state["extra"] = {name: _get_state(part) for name, part in self.extra_state.items()}
+        state["rng"] = capture_rng_state()  # last: a foreign state_dict() may draw
+        return state
+
+    def _catch_signals(self, stack: contextlib.ExitStack) -> list[str]:
+        """The names of the signals that have come; what handled them before is put back later."""
+        received: list[str] = []
+        previous = {}
+
+        def handle(number: int, frame: Any) -> None:
+            received.append(signal.Signals(number).name)
+            signal.signal(number, previous[number])  # the next one acts as if we were not there
+
+        if self.save_on_signal and threading.current_thread() is not threading.main_thread():
+            log.warning("save_on_signal does nothing outside the main thread")
+            return received
+        for number in self.save_on_signal:
+            previous[number] = signal.getsignal(number) or signal.SIG_DFL
+            stack.callback(signal.signal, number, previous[number])
+            signal.signal(number, handle)
+        return received
+
+    def _start(self, stack: contextlib.ExitStack, signals: list[str]) -> None:
+        if self.coordinator is not None:
+            if hasattr(self.coordinator, "should_stop"):
+                self.coordinator.should_stop = lambda: bool(signals)
+            self.coordinator.start()
+            stack.callback(self.coordinator.stop)
+            if "coordinator" in self._deferred:
+                self.coordinator.load_state_dict(self._deferred["coordinator"])
+                del self._deferred["coordinator"]
+        if self.precision["use_scaler"] and self._scaler is None:
+            self._scaler = torch.amp.GradScaler(self.device.type)
+        if "scaler" in self._deferred:
+            self._scaler.load_state_dict(self._deferred.pop("scaler"))
+        if not self.exact_resume:
+            self._iterator, self._batch = None, 0
+        self.model.train()
+
+    def _loop(self, max_steps: int, signals: list[str]) -> tuple[torch.Tensor | None, str]:
+        loss = None
+        while self.step < max_steps and not signals:
+            last = self._train_step()
+            if last is None:
+                return loss, "data"
+            loss = last
+        return loss, signals[0] if signals else "max_steps"
+
+    def _train_step(self) -> torch.Tensor | None:
+        """One optimizer step and all that follows it; its loss, None when there are no data."""
+        for _ in range(_MAX_SKIPPED):
+            window = self._accumulate()
+            if window is None:
+                return None
+            if self._update():
+                break
+        else:
+            message = f"the loss overflowed {_MAX_SKIPPED} times in a row: is it NaN? Try bf16"
+            raise RuntimeError(f"{message} or a lower learning rate (step {self.step})")
+        loss, samples, tokens = window
+        self.step += 1
+        self.samples += samples
+        self._tokens = self._tokens + tokens
+        if self.coordinator is not None:
+            self.coordinator.after_optimizer_step(self.model, self.step)
+        if self.on_step is not None:
+            self.on_step(self, loss)
+            if not self.model.training:
+                self.model.train()
+        if self.checkpoint_manager is not None:
+            self._save(self.checkpoint_manager.should_save(self.step))
+        return loss
+
+    def _accumulate(self) -> tuple[torch.Tensor, int, int | torch.Tensor] | None:
+        """Gradients of one window; its mean loss, samples and tokens. None: the data ran out."""
+        self.optimizer.zero_grad()
+        total, samples, tokens = None, 0, 0
+        for _ in range(self.accumulation_steps):
+            batch = self._next_batch()
+            if batch is _END:
+                return None
+            more_samples, more_tokens = _count(batch)
+            samples, tokens = samples + more_samples, tokens + more_tokens
+            loss = self._loss(_to_device(batch, self.device))
+            if self.accumulation_steps > 1:
+                loss = loss / self.accumulation_steps
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        return total, samples, tokens
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        with self._autocast():
+            if self.loss_fn is not None:
+                output = self.loss_fn(self.model, batch)
+            elif isinstance(batch, Mapping):
+                output = self.model(**batch)
+            elif isinstance(batch, (tuple, list)):
+                output = self.model(*batch)
+            else:
+                output = self.model(batch)
+        if isinstance(output, Mapping):
+            output = output.get("loss")
+        elif isinstance(output, (tuple, list)):
+            output = output[0] if output else None
+        if not isinstance(output, torch.Tensor):
+            raise ValueError(f"the loss must be a tensor, got {type(output)}: pass loss_fn")
+        if output.dim() != 0:
+            raise ValueError(f"the loss must be a scalar, got shape {tuple(output.shape)}")
+        if not output.requires_grad:
+            raise ValueError("the loss does not require grad: is every parameter frozen?")
+        return output
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        dtype = _AUTOCAST[self.precision["mode"]]
+        return (
+            contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        )
+
+    def _update(self) -> bool:
+        """Unscale, clip, optimizer, scaler, scheduler; False when the scaler skipped the step."""
+        if self.clip_grad_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self.optimizer)
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            scale = self._scaler.get_scale()
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+            if self._scaler.get_scale() < scale:
+                return False
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return True
+
+    def _save(self, wanted: bool) -> None:
+        if wanted and self.checkpoint_manager.enabled:
+            self.checkpoint_manager.save(self.step, self.state_dict())
+            self._saved_step = self.step
+
+    def _next_batch(self) -> Any:
+        """The next batch, of a new epoch where this one is over; _END when none can begin."""
+        for _ in range(2):
+            if self._iterator is None:
+                self._begin_epoch()
+            batch = next(self._iterator, _END)
+            if batch is not _END:
+                self._batch += 1
+                return batch
+            self._iterator, self._batch, self._epoch = None, 0, self._epoch + 1
+        if hasattr(self.dataloader, "__next__") and self.step > 0:
+            return _END
+        raise ValueError(f"the dataloader has no batches: {self.dataloader!r}")
+
+    def _begin_epoch(self) -> None:
+        parts = _loader_parts(self.dataloader)
+        _set_epoch(parts, self._epoch)
+        if self.exact_resume:
+            self._begin = {"rng": capture_rng_state(), "generators": _generator_states(parts)}
+        self._iterator = iter(self.dataloader)
+
+    def _compare(self, state: dict) -> tuple[dict, list[str], list[str]]:
+        """The model's state under its names here, what does not fit, and what to warn of."""
+        if not isinstance(state.get("model"), Mapping):
+            return {}, ["model: missing or not a state_dict"], []
+        fitted, problems = _fit(self.model, state["model"])
+        problems = [f"model: {problem}" for problem in problems]
+        if state.get("optimizer") is not None:
+            found = _optimizer_problems(self.optimizer, state["optimizer"])
+            found = found or self._order_problems(fitted, state["optimizer"])
+            problems += [f"optimizer: {problem}" for problem in found]
+        for name in state.keys() & {"step", "samples", "tokens"}:
+            try:
+                _check_int(name, state[name], 0)
+            except (TypeError, ValueError) as error:
+                problems.append(str(error))
+        for name in ("scaler", "scheduler", "rng", "data", "extra"):
+            if not isinstance(state.get(name), (Mapping, types.NoneType)):
+                problems.append(f"{name}: not a dict but {type(state[name]).__name__}")
+                state = {**state, name: None}
+        extra = state.get("extra") or {}
+        for name in self.extra_state.keys() & extra.keys():
+            found = _part_problems(self.extra_state[name], extra[name])
+            problems += [f"extra {name}: {problem}" for problem in found]
+        return fitted, problems, self._notes(state, extra)
+
+    def _order_problems(self, fitted: Mapping, saved: Mapping) -> list[str]:
+        """The first trainable parameter that another one would give its optimizer state to.
+
+        That state goes by position, so two layers of one shape in another order swap theirs.
+        """
+        groups = [*self.optimizer.param_groups, *saved["param_groups"]]
+        if not saved["state"] or all("param_names" in group for group in groups):
+            return []
+        trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        here = [name for name in self.model.state_dict() if name in trainable]
+        there = [name for name in fitted if name in trainable]
+        for mine, other in zip(here, there, strict=False):
+            if mine != other:
+                return [f"saved for parameters in another order: {other} where {mine} is here"]
+        return []
+
+    def _notes(self, state: Mapping, extra: Mapping) -> list[str]:
+        """What only one side has, and each difference of config and precision."""
+        used = {"optimizer", "step", "samples", "tokens", "rng"}
+        used |= {"scheduler"} if self.scheduler is not None else set()
+        used |= {"scaler"} if self.precision["use_scaler"] else set()
+        used |= {"coordinator"} if self.coordinator is not None else set()
+        used |= {"data"} if self.exact_resume else set()
+        saved = {key for key, value in state.items() if value is not None}
+        names = used | {f"extra {name}" for name in self.extra_state}
+        saved_names = saved | {f"extra {name}" for name in extra}
+        informational = {"model", "config", "precision", "extra"}
+        notes = [f"without {name}" for name in sorted(names - saved_names)]
+        notes += [f"{n} is not used" for n in sorted(map(str, saved_names - names - informational))]
+        for name, ours in {"config": self.config, "precision": self.precision}.items():
+            if ours is not None and state.get(name) is not None:
+                notes += _differences(name, state[name], ours)
+        return notes
+
+    def _restore(self, state: dict, fitted: Mapping, undo: contextlib.ExitStack) -> None:
+        """Load what _compare found to fit: foreign code first, the model's tensors last of all."""
+        parts = _loader_parts(self.dataloader)
+        undo.callback(restore_rng_state, capture_rng_state())
+        undo.callback(_set_generators, parts, _generator_states(parts))
+        undo.callback(self._set_position, self._iterator, self._epoch, self._batch, self._begin)
+        self._set_position(None, 0, 0, None)
+        if self.exact_resume and state.get("data"):
+            self._replay(state["data"], parts)
+        for name, part in self.extra_state.items():
+            if name in (state.get("extra") or {}):
+                _set_state(part, state["extra"][name])
+        if self.scheduler is not None and state.get("scheduler") is not None:
+            undo.callback(
+                self.scheduler.load_state_dict, copy.deepcopy(self.scheduler.state_dict())
+            )
+            self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+        if state.get("optimizer") is not None:  # after the scheduler: its learning rates count
+            before = {name: getattr(self.optimizer, name) for name in ("state", "param_groups")}
+            undo.callback(vars(self.optimizer).update, before)
+            _load_optimizer(self.optimizer, state["optimizer"])
+        self.model.load_state_dict(fitted)
+        self.step = int(state.get("step", self.step))
+        self.samples = int(state.get("samples", self.samples))
+        self._tokens = int(state.get("tokens", self._tokens))
+        uses = {"scaler": self.precision["use_scaler"], "coordinator": self.coordinator is not None}
+        self._deferred = {name: state[name] for name in uses if uses[name] and state.get(name)}
+        if state.get("rng") is not None:
+            restore_rng_state(state["rng"])  # last: replaying the data has moved it
+
+    def _set_position(
+        self, iterator: Iterator | None, epoch: int, batch: int, begin: dict | None
+    ) -> None:
+        self._iterator, self._epoch, self._batch, self._begin = iterator, epoch, batch, begin
+
+    def _replay(self, data: Mapping, parts: Mapping) -> None:
+        """Make the epoch's iterator as it was made, and take from it what had been taken.
+
+        Leaves the global generators moved.
+        """
+        began, loader = time.perf_counter(), self.dataloader
+        epoch, batch, begin = data["epoch"], data["batch"], data["begin"]
+        self._set_position(None, epoch, batch, begin)
+        stateful = _is_stateful(loader) and "loader" in data
+        if begin is None:
+            return
+        if hasattr(loader, "__next__") and not stateful:
+            log.warning("the dataloader is an iterator and cannot be replayed: it goes on as it is")
+            return
+        _set_epoch(parts, epoch)
+        if getattr(loader, "persistent_workers", False) and epoch > 0 and not stateful:
+            log.warning("persistent workers: random augmentation in them is not replayed exactly")
+            iter(loader)  # starts the workers, which draws a number that later epochs do not draw
+        restore_rng_state(begin["rng"])
+        _set_generators(parts, begin["generators"])
+        if stateful:
+            loader.load_state_dict(data["loader"])
+        self._iterator = iter(loader)
+        for done in range(0 if stateful else batch):
+            if next(self._iterator, _END) is _END:
+                log.warning("the dataloader ended after %d of %d batches: next epoch", done, batch)
+                break
+        log.info("data position replayed in %.1f s", time.perf_counter() - began)
+
+
+_END = object()
+_MAX_SKIPPED = 100
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _device_of(model: torch.nn.Module, device: Any) -> torch.device:
+    if device is None:
+        tensors = (*model.parameters(), *model.buffers())
+        return tensors[0].device if tensors else torch.device("cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must name a torch device, got {device!r}") from error
+
+
+def _check_signal(number: Any) -> signal.Signals:
+    number = signal.Signals(number)  # ValueError with the value
+    if number in (getattr(signal, "SIGKILL", None), getattr(signal, "SIGSTOP", None)):
+        raise ValueError(f"save_on_signal: nothing can be done upon {number.name}")
+    return number
+
+
+def _plan_precision(precision: str, device: torch.device) -> dict:
+    mode = precision
+    if mode == "auto":
+        mode = "fp32"
+        if device.type == "cuda":
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            mode = "bf16" if bf16 else "fp16"
+    if mode != "fp32" and not _autocast_works(device, _AUTOCAST[mode]):
+        log.warning("precision %s is not supported on %s: fp32 instead", mode, device)
+        mode = "fp32"
+    return {"mode": mode, "autocast_enabled": mode != "fp32", "use_scaler": mode == "fp16"}
+
+
+def _autocast_works(device: torch.device, dtype: torch.dtype) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns, and leaves autocast off
+            with torch.autocast(device.type, dtype):
+                one = torch.ones(1, 1, device=device)
+                return (one @ one).dtype == dtype
+    except Exception as error:  # whatever it says, fp32 is the answer
+        log.debug("autocast with %s on %s: %s", dtype, device, error)
+        return False
+
+
+def _is_stateful(part: Any) -> bool:
+    methods = (getattr(part, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods))
+
+
+def _get_state(part: Any) -> Any:
+    return model_state_dict(part) if isinstance(part, torch.nn.Module) else part.state_dict()
+
+
+def _part_problems(part: Any, saved: Any) -> list[str]:
+    if isinstance(part, torch.nn.Module):
+        return _fit(part, saved)[1] if isinstance(saved, Mapping) else ["not a state_dict"]
+    return _optimizer_problems(part, saved) if isinstance(part, torch.optim.Optimizer) else []
+
+
+def _set_state(part: Any, saved: Any) -> None:
+    if isinstance(part, torch.nn.Module):
+        load_model_state_dict(part, saved)
+    elif isinstance(part, torch.optim.Optimizer):
+        _load_optimizer(part, saved)
+    else:
+        part.load_state_dict(saved)
+
+
+def _count(batch: Any) -> tuple[int, int | torch.Tensor]:
+    """Samples and tokens of a batch; the tokens as a tensor where counting would wait for it."""
+    first = _first_tensor(batch)
+    samples = first.shape[0] if first is not None and first.dim() else 1
+    fields = batch if isinstance(batch, Mapping) else {}
+    mask, ids = fields.get("attention_mask"), fields.get("input_ids")
+    if isinstance(mask, torch.Tensor):
+        # An additive mask (0 and -inf) counts nothing, rather than making the sum infinite.
+        tokens = (mask.clamp(min=0) if mask.is_floating_point() else mask).sum()
+        return samples, int(tokens) if mask.device.type == "cpu" else tokens
+    if isinstance(ids, torch.Tensor):
+        return samples, ids.numel()
+    if first is not None and not (first.dtype.is_floating_point or first.dtype.is_complex):
+        return samples, first.numel()
+    return samples, samples
+
+
+def _first_tensor(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, torch.Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, (tuple, list)):
+        return None
+    found = map(_first_tensor, batch)
+    return next((tensor for tensor in found if tensor is not None), None)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_device(item, device) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_to_device(item, device) for item in value)
+    return value
+
+
+def _loader_parts(loader: Any) -> dict[str, Any]:
+    """The loader and what it draws from, by the name under which generators are stored."""
+    parts = {"loader": loader}
+    for name in ("sampler", "batch_sampler", "dataset"):
+        parts[name] = getattr(loader, name, None)
+    parts["batch_sampler.sampler"] = getattr(parts["batch_sampler"], "sampler", None)
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _set_epoch(parts: Mapping[str, Any], epoch: int) -> None:
+    for part in {id(part): part for part in parts.values()}.values():
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
+
+
+def _generator_states(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    found = {name: getattr(part, "generator", None) for name, part in parts.items()}
+    return {name: g.get_state() for name, g in found.items() if isinstance(g, torch.Generator)}
+
+
+def _set_generators(parts: Mapping[str, Any], states: Mapping[str, torch.Tensor]) -> None:
+    for name, state in states.items():
+        generator = getattr(parts.get(name), "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        else:
+            log.warning("the dataloader's %s had a generator when it was saved, now none", name)
+
+
+def _plain_numbers(value: Any) -> Any:
+    """NumPy's scalars (a LambdaLR with np.cos makes some) as Python's, which load everywhere."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain_numbers, value))
+    return value
+
+
+def _public_config(value: Any, key: str = "") -> Any:
+    """``value`` without secrets and in plain types; what is none of those becomes a string."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(name): _public_config(item, str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_public_config(item, key) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is not None and type(value) not in (bool, int, float, str):
+        value = str(value)
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", key)
+    secret = _SECRET & {word.lower() for word in words} and key not in _NO_SECRET
+    return "<redacted>" if secret and isinstance(value, str) and value else value
+
+
+_SECRET = set(
+    "token secret password passwd key apikey credential credentials authorization".split()
+)
+_NO_SECRET = {f"{kind}_token" for kind in "eos pad bos unk mask sep cls".split()}
+
+
+def _differences(name: str, saved: Any, ours: Any) -> list[str]:
+    if isinstance(saved, Mapping) and isinstance(ours, Mapping):
+        pairs = [(f"{name}.{k}", saved.get(k), ours.get(k)) for k in {**saved, **ours}]
+        return [line for pair in pairs for line in _differences(*pair)]
+    return [] if repr(saved) == repr(ours) else [f"{name} was {saved!r}, is {ours!r}"]

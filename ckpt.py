@@ -633,7 +633,8 @@ class CheckpointManager:
         try:
             state = torch.load(path, map_location="cpu", weights_only=self.weights_only)
         except Exception as error:  # a damaged file makes torch.load raise almost anything
-            message = f"{path} cannot be loaded ({error}); {_WAY_OUT}"
+            way_out = "to trust it, set weights_only=False" if self.weights_only else _WAY_OUT
+            message = f"{path} cannot be loaded ({error}); {way_out}"
             raise CheckpointError(message, path=path, step=step) from error
         if not isinstance(state, dict):
             message = f"{path} holds a {type(state).__name__}, not a state dictionary; {_WAY_OUT}"

@@ -795,6 +795,7 @@ class Trainer:
         _check_type("model", model, torch.nn.Module)
         _check_type("optimizer", optimizer, torch.optim.Optimizer)
         _check_type("dataloader", dataloader, Iterable)
+        _check_type("save_on_signal", save_on_signal, Iterable)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("scheduler: ReduceLROnPlateau needs a metric, step it in on_step")
         if precision not in ("fp32", "bf16", "fp16", "auto"):
@@ -1228,10 +1229,10 @@ def _device_of(model: torch.nn.Module, device: Any) -> torch.device:
 
 
 def _check_signal(number: Any) -> signal.Signals:
-    number = signal.Signals(number)  # ValueError with the value
-    if number in (getattr(signal, "SIGKILL", None), getattr(signal, "SIGSTOP", None)):
-        raise ValueError(f"save_on_signal: nothing can be done upon {number.name}")
-    return number
+    caught = set(signal.Signals) - {getattr(signal, "SIGKILL", None), getattr(signal, "SIGSTOP", None)}
+    if number not in caught:
+        raise ValueError(f"save_on_signal must hold signals that can be caught, got {number!r}")
+    return signal.Signals(number)
 
 
 def _plan_precision(precision: str, device: torch.device) -> dict:

@@ -1191,3 +1191,1138 @@ def test_buffers_and_lazy_modules_load():
     lazy = nn.LazyLinear(2)
     ckpt.load_model_state_dict(lazy, nn.Linear(3, 2).state_dict())
     assert lazy.weight.shape == (2, 3)
+
+
+# --------------------------------------------------------------------------------------------------
+# Trainer: one step and the counters
+# --------------------------------------------------------------------------------------------------
+def test_windows_run_on_across_the_end_of_an_epoch():
+    seen = []
+    trainer = weight_trainer(ones(5), accumulation_steps=2, on_step=lambda t, _: seen.append(t.step))
+    result = trainer.fit(5)
+    assert trainer.model.w.item() == -5.0
+    assert (trainer.step, trainer.samples, seen) == (5, 10, [1, 2, 3, 4, 5])
+    assert (result.steps, result.samples, result.tokens) == (5, 10, 10)
+    assert (result.stop_reason, result.final_loss) == ("max_steps", -4.0)
+    assert result.elapsed_s > 0
+
+
+def test_the_scheduler_steps_once_for_each_update():
+    model = Weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    Trainer(model, optimizer, ones(8), scheduler=scheduler, accumulation_steps=4).fit(2)
+    assert scheduler.last_epoch == 2
+    assert model.w.item() == pytest.approx(-1.1)
+
+
+def test_gradients_are_clipped_after_they_are_unscaled():
+    trainer = weight_trainer([(torch.tensor([3.0]),)], clip_grad_norm=1.0, precision="fp16")
+    trainer.fit(1)
+    assert trainer.model.w.item() == pytest.approx(-1.0, abs=1e-5)
+    assert trainer.state_dict()["scaler"]["scale"] == 65536.0
+    trainer = weight_trainer([(torch.tensor([3.0]),)], clip_grad_norm=10, precision="fp16")
+    trainer.fit(1)
+    assert trainer.model.w.item() == -3.0
+
+
+def test_clipping_takes_the_norm_over_everything_that_the_optimizer_trains():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.other = (nn.Parameter(torch.zeros(())) for _ in range(3))
+
+        def forward(self, x):
+            return 3 * self.a + 4 * self.b + 100 * self.other
+
+    model = Two()
+    optimizer = torch.optim.SGD([{"params": [model.a]}, {"params": [model.b]}], lr=1.0)
+    Trainer(model, optimizer, [torch.ones(1)], clip_grad_norm=1.0).fit(2)
+    assert [model.a.item(), model.b.item()] == pytest.approx([-1.2, -1.6], abs=1e-5)
+
+
+def test_samples_and_tokens_are_counted_as_they_are():
+    loader = DataLoader(TensorDataset(torch.arange(20).view(10, 2)), batch_size=4)
+    counts = []
+
+    def loss_fn(model, batch):
+        return model(batch[0].float())
+
+    trainer = weight_trainer(
+        loader, loss_fn=loss_fn, on_step=lambda t, _: counts.append((t.samples, t.tokens))
+    )
+    trainer.fit(3)
+    assert counts == [(4, 8), (8, 16), (10, 20)]
+
+
+IDS, MASK = torch.zeros(2, 5, dtype=torch.long), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
+Pair = collections.namedtuple("Pair", "x y")
+COUNTED = [
+    ({"input_ids": IDS, "attention_mask": MASK}, 2, 5),
+    ({"input_ids": IDS, "attention_mask": MASK.bool()}, 2, 5),
+    ({"input_ids": IDS, "attention_mask": MASK.float()}, 2, 5),
+    ({"input_ids": IDS, "attention_mask": torch.full((2, 1, 5, 5), float("-inf"))}, 2, 0),
+    ({"labels": torch.zeros(2), "input_ids": IDS}, 2, 10),
+    ({"pixels": torch.zeros(3, 4)}, 3, 3),
+    (collections.UserDict(x=IDS), 2, 10),
+    ((IDS, torch.zeros(2)), 2, 10),
+    ([torch.zeros(4, 9), torch.zeros(4)], 4, 4),
+    (Pair(torch.zeros(4, 9), 1), 4, 4),
+    (([torch.zeros(6, 2)],), 6, 6),
+    (torch.zeros(7, 3), 7, 7),
+    (torch.tensor(1.0), 1, 1),
+    ("text", 1, 1),
+]
+
+
+@pytest.mark.parametrize(("batch", "samples", "tokens"), COUNTED, ids=range(len(COUNTED)))
+def test_what_counts_as_a_sample_and_a_token(batch, samples, tokens):
+    trainer = weight_trainer([batch] * 2, loss_fn=lambda model, batch: model(torch.ones(1)))
+    trainer.fit(2)
+    assert (trainer.samples, trainer.tokens) == (2 * samples, 2 * tokens)
+    assert type(trainer.tokens) is int
+
+
+def test_a_batch_that_lives_on_a_device_is_counted_there():
+    mask = torch.ones(2, 3, dtype=torch.long, device="meta")
+    samples, tokens = ckpt._count({"attention_mask": mask})
+    assert samples == 2
+    assert tokens.device.type == "meta"  # no value was asked for
+
+
+class Takes(nn.Module):
+    """Records how it was called and returns `give` of the loss."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.w, self.give = nn.Parameter(torch.tensor(1.0)), give
+
+    def forward(self, *args, **kwargs):
+        self.called = (args, kwargs)
+        return self.give(self.w * 1.0)
+
+
+X = torch.ones(1)
+
+
+@pytest.mark.parametrize("give", [lambda x: x, lambda x: {"loss": x}, lambda x: (x, 5)])
+def test_how_a_batch_is_passed_and_a_loss_returned(give):
+    passed = []
+    for batch in ({"a": X}, (X, 2), [X, 2], Pair(X, 2), X):
+        model = Takes(give)
+        Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), [batch]).fit(1)
+        assert model.w.item() == 0.0
+        passed.append(model.called)
+    assert passed == [((), {"a": X}), ((X, 2), {}), ((X, 2), {}), ((X, 2), {}), ((X,), {})]
+
+
+def test_loss_fn_gets_the_model_and_the_whole_batch():
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append((type(model), type(batch)))
+        return {"loss": model.w * 2}
+
+    trainer = weight_trainer([Pair(X, {"deep": [X]})], loss_fn=loss_fn)
+    trainer.fit(1)
+    assert seen == [(Weight, Pair)]
+    assert trainer.model.w.item() == -2.0
+
+
+BAD_LOSSES = {
+    "shape (2,)": lambda w: w * torch.ones(2),
+    "shape (1,)": lambda w: w * torch.ones(1),
+    "does not require grad": lambda w: torch.tensor(1.0),
+    "NoneType": lambda w: {"logits": w},
+    "float": lambda w: (1.0, w),
+    "pass loss_fn": lambda w: types.SimpleNamespace(loss=w),
+    "must be a tensor": lambda w: (),
+}
+
+
+@pytest.mark.parametrize("message", BAD_LOSSES)
+def test_a_loss_that_is_none(message):
+    model = Takes(BAD_LOSSES[message])
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), [X])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer.fit(1)
+    assert (trainer.step, trainer.samples, model.w.item()) == (0, 0, 1.0)
+
+
+def test_train_mode_is_set_and_set_again_after_on_step():
+    trainer = make(trainer={"on_step": lambda t, _: (modes.append(t.model.training), t.model.eval())})
+    modes = []
+    trainer.model.eval()
+    trainer.fit(3)
+    assert modes == [True, True, True]
+    assert all(m.training for m in trainer.model.modules())
+
+
+def test_on_step_gets_a_detached_mean_loss():
+    losses = []
+    batches = [(torch.tensor([float(i)]),) for i in (1, 3)]
+    trainer = weight_trainer(
+        batches, value=2.0, accumulation_steps=2, on_step=lambda _, loss: losses.append(loss)
+    )
+    result = trainer.fit(1)
+    assert losses == [torch.tensor(4.0)]
+    assert not losses[0].requires_grad
+    assert result.final_loss == 4.0
+
+
+def test_order_of_one_step(tmp_path):
+    order = []
+
+    class Order:
+        """Stands in wherever an order is seen."""
+
+        def start(self):
+            order.append("start")
+
+        def after_optimizer_step(self, model, step):
+            order.append(("coordinator", step, model.w.item(), scheduler.last_epoch))
+            return False
+
+        def stop(self):
+            order.append("stop")
+
+        def state_dict(self):
+            order.append("saved")
+            return {"n": 1}
+
+        def load_state_dict(self, state):
+            order.append(("loaded", state))
+
+    model = Weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    optimizer.register_step_pre_hook(lambda *_: order.append("optimizer"))
+
+    def new(**options):
+        manager = CheckpointManager(tmp_path, every_steps=2, fsync=False)
+        return Trainer(
+            model, optimizer, ones(3), scheduler=scheduler, checkpoint_manager=manager,
+            coordinator=Order(), on_step=lambda t, _: order.append(("on_step", t.step)),
+        )  # fmt: skip
+
+    new().fit(2)
+    assert order == [
+        "start", "optimizer", ("coordinator", 1, -1.0, 1), ("on_step", 1),
+        "optimizer", ("coordinator", 2, -2.0, 2), ("on_step", 2), "saved", "stop",
+    ]  # fmt: skip
+    order.clear()
+    trainer = new()
+    assert trainer.resume()
+    assert order == []  # the coordinator's state waits until it has started
+    assert trainer.state_dict()["coordinator"] == {"n": 1}  # and is not lost meanwhile
+    trainer.fit(3)
+    assert order[:2] == ["start", ("loaded", {"n": 1})]
+    assert order[-1] == "stop"
+    order.clear()
+    trainer.fit(4)
+    assert "loaded" not in str(order)
+
+
+def test_the_coordinator_is_stopped_when_training_fails():
+    stopped = []
+    coordinator = types.SimpleNamespace(
+        start=lambda: None, stop=lambda: stopped.append(1), after_optimizer_step=lambda m, s: 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        weight_trainer(ones(3), coordinator=coordinator).fit(1)
+    assert stopped == [1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Trainer: fit
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("value", [0, -5, 1.5, "3", None])
+def test_max_steps_is_a_positive_int(value):
+    trainer = weight_trainer(ones(3))
+    with pytest.raises(ValueError if type(value) is int else TypeError, match=f"max_steps.*{value}"):
+        trainer.fit(value)
+
+
+def test_max_steps_is_absolute_and_a_second_fit_goes_on():
+    trainer = weight_trainer(ones(3))
+    assert trainer.fit(2).steps == 2
+    assert trainer.fit(5).steps == 5
+    assert trainer.model.w.item() == -5.0
+
+
+def test_max_steps_below_the_restored_step(tmp_path, warned):
+    make(tmp_path, every=5).fit(7)
+    before = {name: (tmp_path / name).stat().st_mtime_ns for name in listing(tmp_path)}
+    trainer = make(tmp_path, every=5, trainer={"save_final": True})
+    trainer.resume()
+    weights = copy.deepcopy(trainer.model.state_dict())
+    result = trainer.fit(3)
+    assert (result.steps, result.final_loss, result.stop_reason) == (5, None, "max_steps")
+    assert "max_steps 3" in warned()[0]
+    assert trainer.fit(5).final_loss is None
+    assert len(warned()) == 1  # a run that is complete is nothing to warn about
+    same(dict(trainer.model.state_dict()), dict(weights))
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in listing(tmp_path)} == before
+
+
+def test_the_next_save_after_a_resume_is_on_the_interval(tmp_path):
+    trainer = make()
+    trainer.fit(7)
+    manager = CheckpointManager(tmp_path, every_steps=5, fsync=False)
+    manager.save(7, trainer.state_dict())
+    resumed = make(tmp_path, every=5)
+    resumed.resume()
+    resumed.fit(12)
+    assert manager.steps() == [7, 10]
+
+
+def test_only_the_interval_is_saved_unless_save_final(tmp_path):
+    for final in (False, True):
+        trainer = make(tmp_path / str(final), every=2, trainer={"save_final": final})
+        trainer.fit(3)
+        assert trainer.checkpoint_manager.steps() == ([2, 3] if final else [2])
+        resumed = make(tmp_path / str(final), every=2)
+        resumed.resume()
+        assert resumed.step == (3 if final else 2)
+
+
+def test_save_final_does_not_save_one_step_twice(tmp_path, monkeypatch):
+    calls = record_calls(monkeypatch)
+    trainer = make(tmp_path, every=2, trainer={"save_final": True})
+    trainer.fit(2)
+    assert len(calls) == 2  # the file and the pointer, once
+
+
+def test_a_disabled_manager_saves_nothing(tmp_path):
+    trainer = make(tmp_path / "new", every=1, enabled=False, trainer={"save_final": True})
+    trainer.fit(2)
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("loader", [[], DataLoader(TensorDataset(torch.ones(1)), 4, drop_last=True)])
+def test_an_empty_loader_is_an_error(loader):
+    with pytest.raises(ValueError, match="no batches"):
+        weight_trainer(loader).fit(1)
+    with pytest.raises(ValueError, match="no batches"):
+        weight_trainer(iter(())).fit(1)
+
+
+def test_a_loader_that_becomes_empty_is_an_error():
+    loader = ones(2)
+    trainer = weight_trainer(loader, on_step=lambda *_: loader.clear())
+    with pytest.raises(ValueError, match="no batches"):
+        trainer.fit(5)
+
+
+def test_an_iterator_that_runs_out_ends_the_run(tmp_path):
+    manager = CheckpointManager(tmp_path, fsync=False)
+    trainer = weight_trainer(
+        iter(ones(7)), accumulation_steps=2, checkpoint_manager=manager, save_final=True
+    )
+    result = trainer.fit(9)
+    assert (result.steps, result.samples, result.stop_reason) == (3, 6, "data")
+    assert manager.steps() == [3]
+
+
+def test_nothing_is_left_behind_by_an_exception(tmp_path):
+    def fail(trainer, loss):
+        raise KeyError("mine")
+
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make(tmp_path, trainer={"save_on_signal": [signal.SIGTERM], "on_step": fail})
+    with pytest.raises(KeyError):
+        trainer.fit(1)
+    assert signal.getsignal(signal.SIGTERM) is before
+    trainer.on_step = None
+    assert trainer.fit(3).steps == 3
+
+
+def test_losses_are_not_pulled_to_the_host_every_step(monkeypatch):
+    pulled = []
+    for name in ("item", "__float__", "__bool__", "__int__", "tolist", "numpy"):
+        original = getattr(torch.Tensor, name)
+
+        def spy(self, *args, original=original, name=name, **kwargs):
+            pulled.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    # A plain list: a shuffling loader asks the CPU for its own seed once an epoch.
+    trainer = weight_trainer(ones(5), accumulation_steps=2, on_step=lambda t, loss: None)
+    trainer.fit(4)
+    assert pulled == ["__float__"]  # final_loss, once
+
+
+# --------------------------------------------------------------------------------------------------
+# Trainer: arguments
+# --------------------------------------------------------------------------------------------------
+BAD_ARGUMENTS = [
+    ({"model": 3}, TypeError, "model"),
+    ({"optimizer": "adam"}, TypeError, "optimizer.*adam"),
+    ({"dataloader": 5}, TypeError, "dataloader.*5"),
+    ({"precision": "fp8"}, ValueError, "precision.*fp8"),
+    ({"accumulation_steps": 0}, ValueError, "accumulation_steps.*0"),
+    ({"accumulation_steps": 1.5}, TypeError, r"accumulation_steps.*1\.5"),
+    ({"clip_grad_norm": 0}, ValueError, "clip_grad_norm.*0"),
+    ({"clip_grad_norm": float("nan")}, ValueError, "clip_grad_norm.*nan"),
+    ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm.*1"),
+    ({"device": "nosuch"}, ValueError, "device.*nosuch"),
+    ({"scheduler": 3}, TypeError, "scheduler"),
+    ({"loss_fn": 3}, TypeError, "loss_fn.*3"),
+    ({"on_step": 3}, TypeError, "on_step.*3"),
+    ({"extra_state": {"ema": 3}}, TypeError, "extra_state.*ema"),
+    ({"save_on_signal": [signal.SIGTERM]}, ValueError, "checkpoint_manager"),
+    ({"save_final": True}, ValueError, "checkpoint_manager"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_of_the_trainer_are_named(arguments, kind, message):
+    model = Weight()
+    good = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "dataloader": ones(1)}
+    with pytest.raises(kind, match=message):
+        Trainer(**{**good, **arguments})
+
+
+def test_bad_signals_are_refused(tmp_path):
+    for bad in ([signal.SIGKILL], [12345], signal.SIGTERM):
+        with pytest.raises((ValueError, TypeError), match="save_on_signal"):
+            make(tmp_path, trainer={"save_on_signal": bad})
+    assert listing(tmp_path) == []
+
+
+def test_a_plateau_scheduler_is_refused():
+    model = Weight()
+    optimizer = torch.optim.SGD(model.parameters())
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="on_step"):
+        Trainer(model, optimizer, ones(1), scheduler=plateau)
+
+
+def test_device_moves_the_model_and_none_leaves_it():
+    model = Weight().to("meta")
+    optimizer = torch.optim.SGD(model.parameters())
+    assert Trainer(model, optimizer, ones(1)).device.type == "meta"
+    model = Weight()
+    optimizer = torch.optim.SGD(model.parameters())
+    assert Trainer(model, optimizer, ones(1), device="meta").model.w.device.type == "meta"
+
+
+# --------------------------------------------------------------------------------------------------
+# Trainer: precision
+# --------------------------------------------------------------------------------------------------
+class Dtype(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x):
+        out = self.linear(x)
+        self.dtype = out.dtype
+        return out.float().mean()
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode", "dtype"),
+    [
+        ("fp32", "fp32", torch.float32),
+        ("bf16", "bf16", torch.bfloat16),
+        ("fp16", "fp16", torch.float16),
+        ("auto", "fp32", torch.float32),
+    ],
+)
+def test_precision_on_the_cpu(asked, mode, dtype):
+    model = Dtype()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, [torch.ones(2, 2)], precision=asked)
+    assert trainer.state_dict()["scaler"] is None  # made by fit
+    trainer.fit(1)
+    state = trainer.state_dict()
+    assert model.dtype == dtype
+    low = mode != "fp32"
+    assert state["precision"] == {
+        "mode": mode, "autocast_enabled": low, "use_scaler": mode == "fp16",
+    }  # fmt: skip
+    assert (state["scaler"] is not None) == (mode == "fp16")
+
+
+@pytest.mark.parametrize("asked", ["bf16", "fp16"])
+def test_an_unsupported_precision_becomes_fp32_with_a_warning(asked, warned):
+    model = Weight().to("meta")
+    trainer = Trainer(model, torch.optim.SGD(model.parameters()), ones(1), precision=asked)
+    assert trainer.precision == {"mode": "fp32", "autocast_enabled": False, "use_scaler": False}
+    assert len(warned()) == 1
+    assert asked in warned()[0]
+
+
+def test_a_loss_that_is_nan_for_ever_is_an_error_under_fp16():
+    trainer = weight_trainer([(torch.tensor([float("nan")]),)], precision="fp16")
+    with pytest.raises(RuntimeError, match="100 times"):
+        trainer.fit(5)
+    assert (trainer.step, trainer.samples, trainer.model.w.item()) == (0, 0, 0.0)
+
+
+def test_a_skipped_step_advances_nothing(tmp_path):
+    batches = [(torch.tensor([x]),) for x in (1.0, float("inf"), 1.0, 1.0)]
+    model, steps = Weight(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    manager = CheckpointManager(tmp_path, every_steps=1, keep_last=None, fsync=False)
+    trainer = Trainer(
+        model, optimizer, batches, scheduler=scheduler, precision="fp16",
+        checkpoint_manager=manager, on_step=lambda t, _: steps.append(t.step),
+    )  # fmt: skip
+    trainer.fit(3)
+    assert (model.w.item(), scheduler.last_epoch, trainer.samples) == (-3.0, 3, 3)
+    assert steps == manager.steps() == [1, 2, 3]
+
+
+def test_scaler_state_is_restored_when_fit_makes_the_scaler(tmp_path):
+    batches = [(torch.tensor([x]),) for x in (1.0, float("inf"))]
+    manager = CheckpointManager(tmp_path, fsync=False)
+    first = weight_trainer(batches, precision="fp16", checkpoint_manager=manager, save_final=True)
+    first.fit(2)
+    assert first.state_dict()["scaler"]["scale"] == 32768.0
+    second = weight_trainer(batches, precision="fp16", checkpoint_manager=manager)
+    second.resume()
+    assert second._scaler is None
+    assert second.state_dict()["scaler"]["scale"] == 32768.0  # a save before fit loses nothing
+    second.fit(3)
+    assert second.state_dict()["scaler"]["scale"] == 32768.0
+
+
+# --------------------------------------------------------------------------------------------------
+# Trainer: the checkpoint
+# --------------------------------------------------------------------------------------------------
+SCHEMA = [
+    "model", "optimizer", "scaler", "scheduler", "step", "samples", "tokens", "config", "rng",
+    "coordinator", "precision",
+]  # fmt: skip
+
+
+def test_schema(tmp_path):
+    trainer = make(tmp_path, every=2)
+    trainer.fit(2)
+    state = trainer.checkpoint_manager.load_latest()
+    assert sorted(state) == sorted(SCHEMA)
+    assert (state["step"], state["samples"], state["tokens"]) == (2, 4, 4)
+    for name in ("scaler", "scheduler", "config", "coordinator"):
+        assert state[name] is None
+    assert state["precision"] == {"mode": "fp32", "autocast_enabled": False, "use_scaler": False}
+    same(dict(state["model"]), dict(trainer.model.state_dict()))
+    same(state["optimizer"], trainer.optimizer.state_dict())
+    assert state["rng"].keys() == ckpt.capture_rng_state().keys()
+
+
+def test_switches_add_their_keys_only(tmp_path):
+    model = Weight()
+    trainer = make(trainer={"exact_resume": True, "extra_state": {"ema": model}})
+    trainer.fit(1)
+    assert sorted(trainer.state_dict()) == sorted([*SCHEMA, "data", "extra"])
+
+
+def numpy_schedule(step):
+    return 0.5 * (1 + np.cos(np.float64(step)))
+
+
+def full_trainer(directory, **options):
+    """A trainer with everything in its checkpoint."""
+    ckpt.seed_everything(1)
+    model = Loss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=np.float64(0.05), betas=(0.9, 0.99))
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, numpy_schedule),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5]),
+        ],
+        milestones=[2],
+    )
+    extra = {"ema": copy.deepcopy(model), "second": torch.optim.SGD(model.parameters(), momentum=0.9)}
+    manager = CheckpointManager(directory, every_steps=3, fsync=False, weights_only=True)
+    loader = DataLoader(regression(), batch_size=2, shuffle=True)
+    options = {"precision": "fp16", "config": {"lr": np.float32(1), "out": Path("a")}, **options}
+    return Trainer(
+        model, optimizer, loader, scheduler=scheduler, checkpoint_manager=manager,
+        exact_resume=True, extra_state=extra, **options,
+    )  # fmt: skip
+
+
+def test_all_that_the_trainer_stores_loads_without_running_code(tmp_path):
+    first = full_trainer(tmp_path)
+    first.fit(4)
+    second = full_trainer(tmp_path)
+    assert second.resume()
+    second.fit(4)
+    same(second.state_dict(), first.state_dict())
+
+
+@dataclasses.dataclass
+class Nested:
+    api_key: str = "k"
+    lr: float = 0.1
+
+
+class Colour(str, __import__("enum").Enum):
+    RED = "red"
+
+
+def test_config_is_redacted_and_reduced():
+    config = {
+        "max_tokens": 5, "tokenizer": "gpt2", "hub": {"token": "hf_x"}, "api_key": "k",
+        "eos_token": "</s>", "out": Path("a"), "lr": np.float64(0.1),
+    }  # fmt: skip
+    assert ckpt._public_config(config) == {
+        "max_tokens": 5, "tokenizer": "gpt2", "hub": {"token": "<redacted>"},
+        "api_key": "<redacted>", "eos_token": "</s>", "out": "a", "lr": 0.1,
+    }  # fmt: skip
+
+
+SECRETS = [
+    "token", "hf_token", "HF_TOKEN", "hf-token", "accessToken", "AccessToken", "apiKey", "APIKey",
+    "API_KEY", "apikey", "secret", "client_secret", "password", "dbPassword", "passwd", "key",
+    "credential", "aws_credentials", "authorization", "Authorization", "wandb_api_key", "token2",
+]  # fmt: skip
+PUBLIC = [
+    "eos_token", "pad_token", "bos_token", "unk_token", "mask_token", "sep_token", "cls_token",
+    "tokenizer", "tokens", "max_tokens", "monkey", "keyboard", "passwordless", "secrets", "keys",
+    "secretary", "author", "", "lr",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap_in", [dict, argparse.Namespace, types.SimpleNamespace])
+def test_which_keys_are_secret(wrap_in):
+    config = {name: wrap_in(**{name: "v"}) for name in [*SECRETS, *PUBLIC]}
+    found = ckpt._public_config([config])[0]
+    assert [name for name in found if found[name][name] != "v"] == SECRETS
+    for value in (5, 0.5, True, None, ""):
+        assert ckpt._public_config({"api_key": value}) == {"api_key": value}
+    assert ckpt._public_config({"token": ["a", ("b",)]}) == {
+        "token": ["<redacted>", ("<redacted>",)],
+    }
+    assert ckpt._public_config({"password": b"x"}) == {"password": "<redacted>"}
+
+
+def test_config_of_any_kind_becomes_plain_types(tmp_path):
+    config = argparse.Namespace(
+        nested=Nested(), colour=Colour.RED, dtype=torch.bfloat16, device=torch.device("cpu"),
+        items=[(1, np.int64(2)), {"a"}], nothing=None, function=int, numbers={1: 2.5},
+    )  # fmt: skip
+    plain = ckpt._public_config(config)
+    assert plain == {
+        "nested": {"api_key": "<redacted>", "lr": 0.1}, "colour": str(Colour.RED),
+        "dtype": "torch.bfloat16", "device": "cpu", "items": [(1, 2), "{'a'}"], "nothing": None,
+        "function": "<class 'int'>", "numbers": {"1": 2.5},
+    }  # fmt: skip
+    assert config.nested.api_key == "k"
+    assert type(plain["colour"]) is str
+    ckpt.atomic_torch_save(plain, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt", weights_only=True) == plain
+
+
+# --------------------------------------------------------------------------------------------------
+# Trainer: resume
+# --------------------------------------------------------------------------------------------------
+def test_resume_without_a_checkpoint_starts_at_zero(tmp_path):
+    trainer = make(tmp_path / "new")
+    assert trainer.resume() is False
+    assert trainer.step == 0
+    assert listing(tmp_path) == []
+
+
+def test_resume_arguments():
+    trainer = make()
+    with pytest.raises(ValueError, match="checkpoint_manager"):
+        trainer.resume()
+    for bad in ([1], "path", 3):
+        with pytest.raises(TypeError, match="state"):
+            trainer.resume(bad)
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+def test_learning_rates_and_optimizer_state_equal_the_saved_ones(scheduler_first):
+    def build(lr, gamma):
+        ckpt.seed_everything(1)
+        model = Loss(dropout=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr * 3, total_steps=20)
+        return Trainer(model, optimizer, [tuple(regression()[:4])], scheduler=scheduler)
+
+    first = build(0.05, 0.5)
+    first.fit(7)
+    state = first.state_dict()
+    state = dict(reversed(state.items())) if scheduler_first else state
+    second = build(0.01, 0.9)
+    second.fit(2)
+    assert second.resume(copy.deepcopy(state))
+    same(second.optimizer.state_dict(), first.optimizer.state_dict())
+    assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
+    assert [g["lr"] for g in second.optimizer.param_groups] == first.scheduler.get_last_lr()
+    assert (second.step, second.samples, second.tokens) == (7, 28, 28)
+    first.fit(12)
+    second.fit(12)
+    same(dict(second.model.state_dict()), dict(first.model.state_dict()))
+
+
+def test_fp32_moments_of_bf16_parameters_stay_fp32():
+    def build():
+        model = Weight().bfloat16()
+        return Trainer(model, torch.optim.AdamW(model.parameters()), [(torch.ones(1).bfloat16(),)])
+
+    trainer = build()
+    trainer.fit(1)
+    state = trainer.state_dict()
+    moment = torch.tensor(1.2345678)
+    state["optimizer"]["state"][0]["exp_avg"] = moment
+    other = build()
+    other.resume(state)
+    found = other.optimizer.state[other.model.w]["exp_avg"]
+    assert found.dtype == torch.float32
+    assert found.item() == moment.item()
+
+
+def test_the_loaded_state_is_neither_kept_nor_shared(tmp_path):
+    first = make(tmp_path, every=3)
+    first.fit(3)
+    state = first.checkpoint_manager.load_latest()
+    tensors = [*state["model"].values()]
+    for entry in state["optimizer"]["state"].values():
+        tensors += entry.values()
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    kept = copy.deepcopy(state["optimizer"])
+    second = make()
+    second.resume(state)
+    second.fit(5)
+    same(state["optimizer"], kept)  # training on does not write into the caller's tensors
+    del state, tensors, entry
+    gc.collect()
+    assert [ref for ref in alive if ref() is not None] == []
+
+
+def test_a_compiled_model_and_a_plain_one_resume_each_other(tmp_path):
+    plain, wrapped = make(), make()
+    plain.fit(3)
+    wrapped.model = wrap(compiled(wrapped.model))
+    wrapped.resume(copy.deepcopy(plain.state_dict()))
+    same(wrapped.state_dict()["model"], plain.state_dict()["model"])
+    other = make()
+    other.resume(wrapped.state_dict())
+    same(other.state_dict()["optimizer"], plain.state_dict()["optimizer"])
+
+
+def snapshot(trainer):
+    """All that a resume might change, the generators included."""
+    return copy.deepcopy([trainer.state_dict(), trainer.model.training])
+
+
+def change(**changes):
+    """A checkpoint of make() with some entries replaced; None takes an entry out."""
+
+    def apply(state):
+        for path, value in changes.items():
+            *parents, last = path.split("__")
+            target = state
+            for name in parents:
+                target = target[int(name) if name.isdigit() else name]
+            if value is None:
+                del target[last]
+            else:
+                target[last] = value
+        return state
+
+    return apply
+
+
+def reordered(state):
+    state["model"] = dict(reversed(state["model"].items()))
+    return state
+
+
+MISFITS = {
+    "model: missing: net.0.bias": change(**{"model__net.0.bias": None}),
+    "model: unexpected: z": change(model__z=X),
+    "model: net.0.bias: saved (1,)": change(**{"model__net.0.bias": X}),
+    "model: missing or not": change(model=None),
+    "model: missing or not ": change(model=5),
+    "step must be an int": change(step="4"),
+    "step must be at least 0": change(step=-4),
+    "samples must be an int": change(samples=1.5),
+    "tokens must be an int": change(tokens=[1]),
+    "optimizer: not an optimizer's": change(optimizer=[1]),
+    "optimizer: not an optimizer's ": change(optimizer__state=None),
+    "optimizer: saved with 2 parameter groups": change(optimizer__param_groups=[{}, {}]),
+    "optimizer: group 0 was saved with 2 parameters": change(
+        optimizer__param_groups=[{"params": [0, 1]}]
+    ),
+    "another kind of optimizer: has dampening": change(
+        optimizer__param_groups=[{"params": [0, 1, 2, 3], "lr": 1, "dampening": 0}]
+    ),
+    "another order: net.3.bias where net.0.weight is here": reordered,
+    "scheduler: not a dict": change(scheduler=[1]),
+    "rng: not a dict": change(rng=[1]),
+    "data: not a dict": change(data=5),
+    "extra: not a dict": change(extra=5),
+    "extra ema: missing: w": change(extra={"ema": {}}),
+    "extra ema: not a state_dict": change(extra={"ema": 5}),
+    "extra second: saved with 0 parameter groups": change(
+        extra={"second": {"state": {}, "param_groups": []}}
+    ),
+    "cannot be resumed": change(data={"epoch": 0}),
+    "cannot be resumed: refused": change(extra={"mine": 1}),
+}
+
+
+class Refuses:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        random.random()
+        raise KeyError("refused")
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(message):
+    weight = Weight()
+    extra = {"ema": weight, "second": torch.optim.SGD(weight.parameters()), "mine": Refuses()}
+    saved = make(trainer={"exact_resume": True})
+    saved.fit(5)
+    trainer = make(trainer={"exact_resume": True, "extra_state": extra})
+    trainer.fit(2)
+    before = snapshot(trainer)
+    state = MISFITS[message](copy.deepcopy(saved.state_dict()))
+    message = message.replace(": refused", ": 'refused'").strip()
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        trainer.resume(state)
+    same(snapshot(trainer), before)
+    trainer.fit(6)
+    uninterrupted = make(trainer={"exact_resume": True, "extra_state": extra})
+    uninterrupted.fit(6)
+    same(dict(trainer.model.state_dict()), dict(uninterrupted.model.state_dict()))
+
+
+def test_an_unforeseen_refusal_of_the_model_is_undone():
+    class Late(Loss):
+        refuse = False
+
+        def _load_from_state_dict(self, *args, **kwargs):
+            if self.refuse:
+                raise KeyError("late")
+            super()._load_from_state_dict(*args, **kwargs)
+
+    def build():
+        ckpt.seed_everything(1)
+        model = Late()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        loader = DataLoader(regression(), batch_size=2, shuffle=True)
+        return Trainer(model, optimizer, loader, scheduler=scheduler, exact_resume=True)
+
+    saved, trainer = build(), build()
+    saved.fit(5)
+    trainer.fit(2)
+    before = snapshot(trainer)
+    trainer.model.refuse = True
+    with pytest.raises(CheckpointError, match="late"):
+        trainer.resume(copy.deepcopy(saved.state_dict()))
+    trainer.model.refuse = False
+    same(snapshot(trainer), before)
+
+
+def test_every_mismatch_is_named_in_one_error_with_the_file(tmp_path):
+    saved = make(tmp_path)
+    saved.fit(1)
+    state = saved.state_dict()
+    del state["model"]["net.0.bias"]
+    state["step"], state["optimizer"]["param_groups"] = "x", []
+    path = saved.checkpoint_manager.save(1, state)
+    trainer = make(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.resume()
+    assert caught.value.path == path
+    for part in (str(path), "net.0.bias", "step must be an int", "0 parameter groups"):
+        assert part in str(caught.value)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(2, 2))
+
+    def forward(self, x):
+        return self.second(self.first(x)).sum()
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_layers_built_the_other_way_round(named, momentum):
+    def build(*names):
+        model = TwoLayers(names)
+        parameters = model.named_parameters() if named else model.parameters()
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
+        return Trainer(model, optimizer, [torch.ones(1, 2)])
+
+    saved, trainer = build("first", "second"), build("second", "first")
+    saved.fit(2)
+    assert sorted(saved.state_dict()) == sorted(SCHEMA)  # no key was added to tell the order
+    if momentum or named:
+        with pytest.raises(CheckpointError, match=r"first\.weight.*second\.weight"):
+            trainer.resume(saved.state_dict())
+        assert trainer.step == 0
+    else:  # no state that could go to the wrong layer
+        trainer.resume(saved.state_dict())
+        same(trainer.model.first.state_dict(), saved.model.first.state_dict())
+
+
+def test_a_frozen_parameter_does_not_count_in_the_order():
+    def build():
+        model = TwoLayers(["first", "second"])
+        model.first.weight.requires_grad_(False)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        return Trainer(model, torch.optim.AdamW(trainable), [torch.ones(1, 2)])
+
+    saved, trainer = build(), build()
+    saved.fit(2)
+    trainer.resume(copy.deepcopy(saved.state_dict()))
+    same(trainer.optimizer.state_dict(), saved.optimizer.state_dict())
+
+
+def test_what_only_one_side_has_is_named_in_one_warning(warned):
+    saved = make(trainer={"precision": "fp16", "config": {"lr": 1, "a": {"b": 2}}})
+    saved.fit(2)
+    state = {**saved.state_dict(), "mine": 3, "coordinator": {"n": 1}}
+    del state["samples"]
+    trainer = make(
+        trainer={
+            "exact_resume": True, "extra_state": {"ema": Weight()},
+            "config": {"lr": 2, "a": {"b": 2, "c": 3}},
+        }
+    )  # fmt: skip
+    trainer.resume(state)
+    assert len(warned()) == 1
+    for note in (
+        "without data", "without extra ema", "without samples", "mine is not used",
+        "scaler is not used", "coordinator is not used", "config.lr was 1, is 2",
+        "config.a.c was None, is 3", "precision.mode was 'fp16', is 'fp32'",
+    ):  # fmt: skip
+        assert note in warned()[0]
+    assert "config.a.b" not in warned()[0]
+    assert trainer.state_dict()["scaler"] is None
+    assert (trainer.step, trainer.samples) == (2, 0)
+    trainer.fit(4)
+
+
+def test_a_run_without_differences_warns_of_nothing(tmp_path, warned):
+    full_trainer(tmp_path).fit(3)
+    full_trainer(tmp_path).resume()
+    assert warned() == []
+
+
+def test_a_checkpoint_without_scaler_into_an_fp16_run(warned):
+    saved = make()
+    saved.fit(2)
+    trainer = make(trainer={"precision": "fp16"})
+    trainer.resume(saved.state_dict())
+    assert "without scaler" in warned()[0]
+    trainer.fit(3)
+    assert trainer.state_dict()["scaler"]["scale"] == 65536.0
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_file_of_ones_own_making(tmp_path, legacy, warned):
+    saved = make()
+    saved.fit(4)
+    state = {"model": saved.model.state_dict(), "optimizer": saved.optimizer.state_dict(), "step": 4}
+    path = tmp_path / "step_000000000004.pt"
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+    trainer = make(tmp_path)
+    assert trainer.resume()
+    assert (trainer.step, trainer.samples, trainer.tokens) == (4, 0, 0)
+    same(trainer.optimizer.state_dict(), saved.optimizer.state_dict())
+    assert len(warned()) == 1
+    for name in ("rng", "samples", "tokens"):
+        assert f"without {name}" in warned()[0]
+    trainer.fit(5)
+
+
+def test_resume_with_fallback(tmp_path, warned):
+    make(tmp_path, every=1).fit(3)
+    manager = CheckpointManager(tmp_path)
+    flip_in(manager.path_for(3))
+    trainer = make(tmp_path)
+    assert trainer.resume(fallback=True)
+    assert trainer.step == 2
+    assert any("step_000000000003.pt" in message for message in warned())
+    spoil(manager.path_for(3), "truncated")
+    with pytest.raises(CheckpointError, match="step_000000000003"):
+        make(tmp_path).resume()
+
+
+def test_extra_state_of_any_kind(tmp_path):
+    class Counter:
+        def __init__(self):
+            self.n = 0
+
+        def state_dict(self):
+            return {"n": self.n}
+
+        def load_state_dict(self, state):
+            self.n = state["n"]
+
+    def build():
+        counter = Counter()
+        ema = torch.optim.swa_utils.AveragedModel(Loss())
+        trainer = make(
+            tmp_path, every=3, trainer={"extra_state": {"counter": counter, "ema": ema}}
+        )
+
+        def on_step(trainer, loss):
+            counter.n += 1
+            ema.update_parameters(trainer.model)
+
+        trainer.on_step = on_step
+        return trainer, counter, ema
+
+    trainer, counter, ema = build()
+    trainer.fit(3)
+    other, other_counter, other_ema = build()
+    other.resume()
+    assert other_counter.n == 3  # updated in on_step, so the save has the newest
+    same(dict(other_ema.state_dict()), dict(ema.state_dict()))
+
+
+def test_by_default_the_loader_restarts(tmp_path):
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(int(batch[0]))
+        return model.w * 1.0
+
+    loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=1)
+    manager = CheckpointManager(tmp_path, every_steps=3, fsync=False)
+    weight_trainer(loader, loss_fn=loss_fn, checkpoint_manager=manager).fit(4)
+    trainer = weight_trainer(loader, loss_fn=loss_fn, checkpoint_manager=manager)
+    trainer.resume()
+    trainer.fit(5)
+    assert seen == [0, 1, 2, 3, 0, 1]
+
+
+def test_resume_restores_the_generators_at_once(tmp_path):
+    trainer = make(tmp_path, every=2)
+    trainer.fit(2)
+    expected = draw()
+    other = make(tmp_path)
+    other.resume()
+    assert draw() == expected
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals
+# --------------------------------------------------------------------------------------------------
+class Interrupts(nn.Module):
+    """Sends this process a signal in the middle of the third backward pass."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.number, self.passes = number, 0
+
+    def forward(self, x, y):
+        hidden = self.a(x)
+        if self.training:
+            hidden.register_hook(self.interrupt)
+        return ((self.b(hidden).squeeze(-1) - y) ** 2).mean()
+
+    def interrupt(self, grad):
+        self.passes += 1
+        if self.passes == 3 and self.number:
+            os.kill(os.getpid(), self.number)
+
+
+def interrupted_trainer(directory, number, **options):
+    ckpt.seed_everything(1)
+    model = Interrupts(number)
+    manager = CheckpointManager(directory, every_steps=100, fsync=False)
+    loader = DataLoader(regression(), batch_size=2, shuffle=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Trainer(model, optimizer, loader, checkpoint_manager=manager, **options)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_in_the_middle_of_a_backward_pass(tmp_path, number):
+    before = signal.getsignal(number)
+    trainer = interrupted_trainer(tmp_path, number, save_on_signal=(number,))
+    result = trainer.fit(10)
+    assert (result.steps, result.stop_reason) == (3, signal.Signals(number).name)
+    assert signal.getsignal(number) is before
+    whole = interrupted_trainer(tmp_path / "other", None)
+    whole.fit(3)
+    resumed = interrupted_trainer(tmp_path, None)
+    resumed.resume()
+    same(resumed.state_dict(), whole.state_dict())
+
+
+def test_ctrl_c_passes_through_untouched_when_it_was_not_asked_for(tmp_path):
+    trainer = interrupted_trainer(tmp_path, signal.SIGINT, save_on_signal=(signal.SIGTERM,))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(10)
+    assert listing(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def two_signals(directory):
+    def on_step(trainer, loss):
+        os.kill(os.getpid(), signal.SIGTERM)
+        (directory / "survived the first").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        (directory / "survived the second").touch()
+
+    make(directory, every=100, trainer={"save_on_signal": [signal.SIGTERM], "on_step": on_step}).fit(9)
+
+
+def test_a_second_signal_acts_as_if_we_were_not_there(tmp_path):
+    in_child(two_signals, tmp_path, exitcode=-signal.SIGTERM)
+    assert listing(tmp_path) == ["survived the first"]
+
+
+def test_a_signal_upon_a_step_that_is_saved_anyway_saves_once(tmp_path, monkeypatch):
+    calls = record_calls(monkeypatch)
+    trainer = make(tmp_path, every=2, trainer={"save_on_signal": [signal.SIGTERM]})
+    trainer.on_step = lambda t, _: t.step == 2 and os.kill(os.getpid(), signal.SIGTERM)
+    assert trainer.fit(2).stop_reason == "SIGTERM"
+    assert len(calls) == 2
+
+
+def test_a_signal_while_the_coordinator_starts(tmp_path):
+    asked = []
+
+    class Waits:
+        should_stop = staticmethod(lambda: False)
+
+        def start(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.append(self.should_stop())
+
+        def stop(self):
+            asked.append("stopped")
+
+        def state_dict(self):
+            return {}
+
+    trainer = make(tmp_path, trainer={"save_on_signal": [signal.SIGTERM], "coordinator": Waits()})
+    result = trainer.fit(5)
+    assert (result.steps, result.stop_reason, result.final_loss) == (0, "SIGTERM", None)
+    assert asked == [True, "stopped"]
+    assert listing(tmp_path) == []  # nothing was trained
+
+
+def test_signals_are_left_alone_outside_the_main_thread(tmp_path, warned):
+    before, results = signal.getsignal(signal.SIGTERM), []
+    trainer = make(tmp_path, trainer={"save_on_signal": [signal.SIGTERM]})
+    trainer.on_step = lambda *_: results.append(signal.getsignal(signal.SIGTERM) is before)
+    thread = threading.Thread(target=trainer.fit, args=(2,))
+    thread.start()
+    thread.join()
+    assert results == [True, True]
+    assert "main thread" in warned()[0]

@@ -643,15 +643,19 @@ class CheckpointManager:
 
     def _pointed(self) -> Path | None:
         """The file that the pointer names, None when there is no pointer or it is no use."""
+        pointer = self.directory / _POINTER
         try:
-            name = json.loads((self.directory / _POINTER).read_bytes())["file"]
-            if re.search(r"[/\\:\0]", name) or not self._finished(self.directory / name):
-                raise ValueError(f"it names {name!r}, which is not a file in this directory")
-            return self.directory / name
+            content, before = pointer.read_bytes(), None
+            while content != before:  # a writer may have pruned the file in between: look again
+                name = json.loads(content)["file"]
+                if not re.search(r"[/\\:\0]", name) and self._finished(self.directory / name):
+                    return self.directory / name
+                content, before = pointer.read_bytes(), content
+            raise ValueError(f"it names {name!r}, which is not a file in this directory")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            log.warning("%s is ignored: %s", self.directory / _POINTER, error)
+            log.warning("%s is ignored: %s", pointer, error)
             return None
 
     def _finished(self, path: Path) -> bool:
@@ -758,10 +762,11 @@ class Trainer:
     else ``model(batch)``; the model returns a scalar loss, a mapping with ``"loss"``, or a tuple
     that begins with it. Anything else is for ``loss_fn(model, batch)``, which returns the same.
 
-    ``scheduler`` steps once for each optimizer step. ``precision``: fp32, bf16, fp16 (with a
-    GradScaler) or auto; one that the device lacks becomes fp32 with a warning. Gradients of
-    ``accumulation_steps`` batches are averaged (across the end of an epoch too) and clipped to the
-    norm ``clip_grad_norm``. ``config`` (dict, dataclass, namespace) is stored without its secrets.
+    ``device``: where the model is moved to; None: it stays where it is. ``scheduler`` steps once
+    for each optimizer step. ``precision``: fp32, bf16, fp16 (with a GradScaler) or auto; one that
+    the device lacks becomes fp32 with a warning. Gradients of ``accumulation_steps`` batches are
+    averaged (across the end of an epoch too) and clipped to the norm ``clip_grad_norm``.
+    ``config`` (dict, dataclass, namespace) is stored without its secrets.
     ``on_step(trainer, loss)`` runs after each step, before the save; ``loss`` is a detached scalar
     on its device. ``extra_state``: {name: object with state_dict and load_state_dict} to save too.
     ``exact_resume``: go on with the next batch, not at the loader's beginning. ``save_final``: save
@@ -796,25 +801,24 @@ class Trainer:
         _check_type("optimizer", optimizer, torch.optim.Optimizer)
         _check_type("dataloader", dataloader, Iterable)
         _check_type("save_on_signal", save_on_signal, Iterable)
+        _check_type("clip_grad_norm", clip_grad_norm, (int, float, types.NoneType))
+        _check_type("loss_fn", loss_fn, (Callable, types.NoneType))
+        _check_type("on_step", on_step, (Callable, types.NoneType))
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be above 0, got {clip_grad_norm!r}")
+        if precision not in (*_AUTOCAST, "auto"):
+            raise ValueError(f"precision must be fp32, bf16, fp16 or auto, got {precision!r}")
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("scheduler: ReduceLROnPlateau needs a metric, step it in on_step")
-        if precision not in ("fp32", "bf16", "fp16", "auto"):
-            raise ValueError(f"precision must be fp32, bf16, fp16 or auto, got {precision!r}")
-        if clip_grad_norm is not None:
-            _check_type("clip_grad_norm", clip_grad_norm, (int, float))
-            if not clip_grad_norm > 0:
-                raise ValueError(f"clip_grad_norm must be above 0, got {clip_grad_norm!r}")
-        for name, function in {"loss_fn": loss_fn, "on_step": on_step}.items():
-            if function is not None:
-                _check_type(name, function, Callable)
         if checkpoint_manager is None and (save_final or save_on_signal):
             raise ValueError("save_final and save_on_signal need a checkpoint_manager, got None")
-        parts = {f"extra_state[{name!r}]": part for name, part in (extra_state or {}).items()}
-        for name, part in {"scheduler": scheduler, **parts}.items():
+        extra = {f"extra {name}": part for name, part in (extra_state or {}).items()}
+        for name, part in {"scheduler": scheduler, **extra}.items():
             if part is not None and not _is_stateful(part):
-                raise TypeError(f"{name} needs state_dict and load_state_dict, got {type(part)}")
+                raise TypeError(f"{name} needs state_dict and load_state_dict, got {part!r}")
         self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
         self.device = _device_of(model, device)
+        self.precision = _plan_precision(precision, self.device)
         self.scheduler, self.loss_fn, self.on_step = scheduler, loss_fn, on_step
         self.accumulation_steps = _check_int("accumulation_steps", accumulation_steps, 1)
         self.clip_grad_norm = clip_grad_norm
@@ -823,15 +827,12 @@ class Trainer:
         self.extra_state = dict(extra_state or {})
         self.exact_resume, self.save_final = exact_resume, save_final
         self.save_on_signal = [_check_signal(number) for number in save_on_signal]
-        self.precision = _plan_precision(precision, self.device)
         self.step = self.samples = 0
         self._tokens: int | torch.Tensor = 0  # a tensor while batches are counted on the device
         self._saved_step: int | None = None  # the step that the manager's latest file holds
         self._scaler: torch.amp.GradScaler | None = None
         self._deferred: dict[str, Any] = {}  # scaler and coordinator state that fit() will load
-        self._iterator: Iterator | None = None
-        self._epoch = self._batch = 0  # batches taken in this epoch
-        self._begin: dict | None = None  # generators just before the epoch's iterator was made
+        self._batches = _Batches(dataloader, exact_resume)
         if device is not None:
             model.to(self.device)
 
@@ -843,18 +844,18 @@ class Trainer:
         return self._tokens
 
     def fit(self, max_steps: int) -> TrainResult:
-        """Train until ``step`` is ``max_steps`` (absolute, at least 1), or a signal or data's end.
+        """Train until ``step`` is ``max_steps`` (absolute, at least 1), a signal or the data's end.
 
         A second call goes on: with ``exact_resume`` in the same epoch, else the loader restarts.
         RuntimeError when fp16 overflows 100 times in a row. ValueError for a loader without
         batches, or a loss that is not a scalar that requires grad.
         """
         max_steps, began = _check_int("max_steps", max_steps, 1), time.perf_counter()
+        loss, reason = None, "max_steps"
         if self.step > max_steps:
             log.warning("nothing to do: step is %d, max_steps %d", self.step, max_steps)
-        loss, reason = None, "max_steps"
-        with contextlib.ExitStack() as stack:
-            if self.step < max_steps:
+        if self.step < max_steps:
+            with contextlib.ExitStack() as stack:
                 signals = self._catch_signals(stack)
                 self._start(stack, signals)
                 loss, reason = self._loop(max_steps, signals)
@@ -872,29 +873,28 @@ class Trainer:
         checkpoint or only the trainer has is a warning, as is another config or precision. No
         tensor of ``state`` is kept, but for the coordinator's, which ``fit`` loads.
         """
-        path = None
+        path, source = None, "the state"
         if state is None:
             if self.checkpoint_manager is None:
                 raise ValueError("resume() needs a state or a checkpoint_manager")
             path, state = self.checkpoint_manager._load_latest(fallback)
             if state is None:
                 return False
-        if not isinstance(state, dict):
-            raise TypeError(f"state must be a checkpoint's dict, got {type(state)}")
-        source = "the state" if path is None else str(path)
-        fitted, problems, notes = self._compare(state)
+            source = str(path)
+        _check_type("state", state, dict)
+        fitted, problems = self._compare(state)
         if problems:
             message = f"{source} does not fit this run:\n  " + "\n  ".join(problems)
             raise CheckpointError(message, path=path)
+        notes = self._notes(state)
         if notes:
             log.warning("%s differs from this run: %s", source, "; ".join(notes))
         try:
             with contextlib.ExitStack() as undo:
                 self._restore(state, fitted, undo)
                 undo.pop_all()
-        except Exception as error:
-            message = f"{source} cannot be resumed: {error}"
-            raise CheckpointError(message, path=path) from error
+        except Exception as error:  # from code that is not ours: a loader, an object in extra_state
+            raise CheckpointError(f"{source} cannot be resumed: {error!r}", path=path) from error
         self._saved_step = None if path is None else self.step
         log.info("resumed %s at step %d", source, self.step)
         return True
@@ -904,27 +904,19 @@ class Trainer:
         coordinator, precision; with the switches also data and extra. Tensors are not copied."""
         state = {
             "model": model_state_dict(self.model),
-            "optimizer": _plain_numbers(self.optimizer.state_dict()),
-            "scaler": self._deferred.get("scaler"),
-            "scheduler": None,
+            "optimizer": _get_state(self.optimizer),
+            "scaler": self._deferred.get("scaler") or _get_state(self._scaler),
+            "scheduler": _get_state(self.scheduler),
             "step": self.step,
             "samples": self.samples,
             "tokens": self.tokens,
             "config": self.config,
             "rng": None,
-            "coordinator": self._deferred.get("coordinator"),
+            "coordinator": self._deferred.get("coordinator") or _get_state(self.coordinator),
             "precision": dict(self.precision),
         }
-        if state["scaler"] is None and self._scaler is not None:
-            state["scaler"] = self._scaler.state_dict()
-        if self.scheduler is not None:
-            state["scheduler"] = _plain_numbers(self.scheduler.state_dict())
-        if state["coordinator"] is None and self.coordinator is not None:
-            state["coordinator"] = self.coordinator.state_dict()
         if self.exact_resume:
-            state["data"] = {"epoch": self._epoch, "batch": self._batch, "begin": self._begin}
-            if self._iterator is not None and _is_stateful(self.dataloader):
-                state["data"]["loader"] = self.dataloader.state_dict()
+            state["data"] = self._batches.state_dict()
         if self.extra_state:
             state["extra"] = {name: _get_state(part) for name, part in self.extra_state.items()}
         state["rng"] = capture_rng_state()  # last: a foreign state_dict() may draw
@@ -962,7 +954,7 @@ class Trainer:
         if "scaler" in self._deferred:
             self._scaler.load_state_dict(self._deferred.pop("scaler"))
         if not self.exact_resume:
-            self._iterator, self._batch = None, 0
+            self._batches.restart()
         self.model.train()
 
     def _loop(self, max_steps: int, signals: list[str]) -> tuple[torch.Tensor | None, str]:
@@ -1004,7 +996,7 @@ class Trainer:
         self.optimizer.zero_grad()
         total, samples, tokens = None, 0, 0
         for _ in range(self.accumulation_steps):
-            batch = self._next_batch()
+            batch = self._batches.next()
             if batch is _END:
                 return None
             more_samples, more_tokens = _count(batch)
@@ -1017,7 +1009,8 @@ class Trainer:
         return total, samples, tokens
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        with self._autocast():
+        dtype = _AUTOCAST[self.precision["mode"]]
+        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
             if self.loss_fn is not None:
                 output = self.loss_fn(self.model, batch)
             elif isinstance(batch, Mapping):
@@ -1026,23 +1019,7 @@ class Trainer:
                 output = self.model(*batch)
             else:
                 output = self.model(batch)
-        if isinstance(output, Mapping):
-            output = output.get("loss")
-        elif isinstance(output, (tuple, list)):
-            output = output[0] if output else None
-        if not isinstance(output, torch.Tensor):
-            raise ValueError(f"the loss must be a tensor, got {type(output)}: pass loss_fn")
-        if output.dim() != 0:
-            raise ValueError(f"the loss must be a scalar, got shape {tuple(output.shape)}")
-        if not output.requires_grad:
-            raise ValueError("the loss does not require grad: is every parameter frozen?")
-        return output
-
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        dtype = _AUTOCAST[self.precision["mode"]]
-        return (
-            contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-        )
+        return _scalar_loss(output)
 
     def _update(self) -> bool:
         """Unscale, clip, optimizer, scaler, scheduler; False when the scaler skipped the step."""
@@ -1068,81 +1045,44 @@ class Trainer:
             self.checkpoint_manager.save(self.step, self.state_dict())
             self._saved_step = self.step
 
-    def _next_batch(self) -> Any:
-        """The next batch, of a new epoch where this one is over; _END when none can begin."""
-        for _ in range(2):
-            if self._iterator is None:
-                self._begin_epoch()
-            batch = next(self._iterator, _END)
-            if batch is not _END:
-                self._batch += 1
-                return batch
-            self._iterator, self._batch, self._epoch = None, 0, self._epoch + 1
-        if hasattr(self.dataloader, "__next__") and self.step > 0:
-            return _END
-        raise ValueError(f"the dataloader has no batches: {self.dataloader!r}")
+    def _parts(self) -> dict[str, Any]:
+        """What load_state_dict restores; the optimizer last, for its learning rates count."""
+        extra = {f"extra {name}": part for name, part in self.extra_state.items()}
+        return {**extra, "scheduler": self.scheduler, "optimizer": self.optimizer}
 
-    def _begin_epoch(self) -> None:
-        parts = _loader_parts(self.dataloader)
-        _set_epoch(parts, self._epoch)
-        if self.exact_resume:
-            self._begin = {"rng": capture_rng_state(), "generators": _generator_states(parts)}
-        self._iterator = iter(self.dataloader)
-
-    def _compare(self, state: dict) -> tuple[dict, list[str], list[str]]:
-        """The model's state under its names here, what does not fit, and what to warn of."""
+    def _compare(self, state: dict) -> tuple[dict, list[str]]:
+        """The model's state under the names that it has here, and all that does not fit."""
         if not isinstance(state.get("model"), Mapping):
-            return {}, ["model: missing or not a state_dict"], []
+            return {}, ["model: missing or not a state_dict"]
         fitted, problems = _fit(self.model, state["model"])
         problems = [f"model: {problem}" for problem in problems]
-        if state.get("optimizer") is not None:
-            found = _optimizer_problems(self.optimizer, state["optimizer"])
-            found = found or self._order_problems(fitted, state["optimizer"])
-            problems += [f"optimizer: {problem}" for problem in found]
+        for name in ("scaler", "scheduler", "rng", "data", "extra"):
+            if not isinstance(state.get(name), (Mapping, types.NoneType)):
+                problems.append(f"{name}: not a dict but {type(state[name]).__name__}")
+                state = {**state, name: None}
+        saved = _flat(state)
+        for name, part in self._parts().items():
+            if saved.get(name) is not None:
+                problems += [f"{name}: {problem}" for problem in _part_problems(part, saved[name])]
+        if saved.get("optimizer") is not None and not problems:
+            problems += _order_problems(self.model, self.optimizer, fitted, saved["optimizer"])
         for name in state.keys() & {"step", "samples", "tokens"}:
             try:
                 _check_int(name, state[name], 0)
             except (TypeError, ValueError) as error:
                 problems.append(str(error))
-        for name in ("scaler", "scheduler", "rng", "data", "extra"):
-            if not isinstance(state.get(name), (Mapping, types.NoneType)):
-                problems.append(f"{name}: not a dict but {type(state[name]).__name__}")
-                state = {**state, name: None}
-        extra = state.get("extra") or {}
-        for name in self.extra_state.keys() & extra.keys():
-            found = _part_problems(self.extra_state[name], extra[name])
-            problems += [f"extra {name}: {problem}" for problem in found]
-        return fitted, problems, self._notes(state, extra)
+        return fitted, problems
 
-    def _order_problems(self, fitted: Mapping, saved: Mapping) -> list[str]:
-        """The first trainable parameter that another one would give its optimizer state to.
-
-        That state goes by position, so two layers of one shape in another order swap theirs.
-        """
-        groups = [*self.optimizer.param_groups, *saved["param_groups"]]
-        if not saved["state"] or all("param_names" in group for group in groups):
-            return []
-        trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        here = [name for name in self.model.state_dict() if name in trainable]
-        there = [name for name in fitted if name in trainable]
-        for mine, other in zip(here, there, strict=False):
-            if mine != other:
-                return [f"saved for parameters in another order: {other} where {mine} is here"]
-        return []
-
-    def _notes(self, state: Mapping, extra: Mapping) -> list[str]:
+    def _notes(self, state: dict) -> list[str]:
         """What only one side has, and each difference of config and precision."""
-        used = {"optimizer", "step", "samples", "tokens", "rng"}
-        used |= {"scheduler"} if self.scheduler is not None else set()
-        used |= {"scaler"} if self.precision["use_scaler"] else set()
-        used |= {"coordinator"} if self.coordinator is not None else set()
-        used |= {"data"} if self.exact_resume else set()
-        saved = {key for key, value in state.items() if value is not None}
-        names = used | {f"extra {name}" for name in self.extra_state}
-        saved_names = saved | {f"extra {name}" for name in extra}
-        informational = {"model", "config", "precision", "extra"}
-        notes = [f"without {name}" for name in sorted(names - saved_names)]
-        notes += [f"{n} is not used" for n in sorted(map(str, saved_names - names - informational))]
+        used = {name for name, part in self._parts().items() if part is not None}
+        used |= {"step", "samples", "tokens", "rng"}
+        uses = {"scaler": self.precision["use_scaler"], "coordinator": self.coordinator is not None}
+        used |= {name for name, on in {**uses, "data": self.exact_resume}.items() if on}
+        saved = {name for name, value in _flat(state).items() if value is not None}
+        saved -= {"model", "config", "precision", "extra"}
+        notes = [f"without {name}" for name in sorted(used - saved)]
+        notes += [f"{name} is not used" for name in sorted(map(str, saved - used))]
         for name, ours in {"config": self.config, "precision": self.precision}.items():
             if ours is not None and state.get(name) is not None:
                 notes += _differences(name, state[name], ours)
@@ -1150,25 +1090,12 @@ class Trainer:
 
     def _restore(self, state: dict, fitted: Mapping, undo: contextlib.ExitStack) -> None:
         """Load what _compare found to fit: foreign code first, the model's tensors last of all."""
-        parts = _loader_parts(self.dataloader)
         undo.callback(restore_rng_state, capture_rng_state())
-        undo.callback(_set_generators, parts, _generator_states(parts))
-        undo.callback(self._set_position, self._iterator, self._epoch, self._batch, self._begin)
-        self._set_position(None, 0, 0, None)
-        if self.exact_resume and state.get("data"):
-            self._replay(state["data"], parts)
-        for name, part in self.extra_state.items():
-            if name in (state.get("extra") or {}):
-                _set_state(part, state["extra"][name])
-        if self.scheduler is not None and state.get("scheduler") is not None:
-            undo.callback(
-                self.scheduler.load_state_dict, copy.deepcopy(self.scheduler.state_dict())
-            )
-            self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
-        if state.get("optimizer") is not None:  # after the scheduler: its learning rates count
-            before = {name: getattr(self.optimizer, name) for name in ("state", "param_groups")}
-            undo.callback(vars(self.optimizer).update, before)
-            _load_optimizer(self.optimizer, state["optimizer"])
+        self._batches.load_state_dict(state.get("data") if self.exact_resume else None, undo)
+        saved = _flat(state)
+        for name, part in self._parts().items():
+            if part is not None and saved.get(name) is not None:
+                _set_state(part, saved[name], undo)
         self.model.load_state_dict(fitted)
         self.step = int(state.get("step", self.step))
         self.samples = int(state.get("samples", self.samples))
@@ -1178,44 +1105,118 @@ class Trainer:
         if state.get("rng") is not None:
             restore_rng_state(state["rng"])  # last: replaying the data has moved it
 
-    def _set_position(
-        self, iterator: Iterator | None, epoch: int, batch: int, begin: dict | None
-    ) -> None:
-        self._iterator, self._epoch, self._batch, self._begin = iterator, epoch, batch, begin
-
-    def _replay(self, data: Mapping, parts: Mapping) -> None:
-        """Make the epoch's iterator as it was made, and take from it what had been taken.
-
-        Leaves the global generators moved.
-        """
-        began, loader = time.perf_counter(), self.dataloader
-        epoch, batch, begin = data["epoch"], data["batch"], data["begin"]
-        self._set_position(None, epoch, batch, begin)
-        stateful = _is_stateful(loader) and "loader" in data
-        if begin is None:
-            return
-        if hasattr(loader, "__next__") and not stateful:
-            log.warning("the dataloader is an iterator and cannot be replayed: it goes on as it is")
-            return
-        _set_epoch(parts, epoch)
-        if getattr(loader, "persistent_workers", False) and epoch > 0 and not stateful:
-            log.warning("persistent workers: random augmentation in them is not replayed exactly")
-            iter(loader)  # starts the workers, which draws a number that later epochs do not draw
-        restore_rng_state(begin["rng"])
-        _set_generators(parts, begin["generators"])
-        if stateful:
-            loader.load_state_dict(data["loader"])
-        self._iterator = iter(loader)
-        for done in range(0 if stateful else batch):
-            if next(self._iterator, _END) is _END:
-                log.warning("the dataloader ended after %d of %d batches: next epoch", done, batch)
-                break
-        log.info("data position replayed in %.1f s", time.perf_counter() - began)
-
 
 _END = object()
 _MAX_SKIPPED = 100
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Batches:
+    """The batches of a loader, epoch after epoch, and the position to go on from.
+
+    ``exact``: note the generators before each epoch, so that the position can be replayed.
+    """
+
+    def __init__(self, loader: Iterable, exact: bool):
+        self.loader, self.exact = loader, exact
+        self.given = False  # whether there has been a batch
+        self.restart()
+        self.epoch = 0
+
+    def restart(self) -> None:
+        self.iterator: Iterator | None = None
+        self.batch = 0  # batches taken in this epoch
+        self.begin: dict | None = None  # generators just before the epoch's iterator was made
+
+    def next(self) -> Any:
+        """The next batch, of a new epoch where this one is over; _END when an iterator is."""
+        for _ in range(2):
+            if self.iterator is None:
+                self._set_epoch()
+                if self.exact:
+                    self.begin = {"rng": capture_rng_state(), "generators": self._generators()}
+                self.iterator = iter(self.loader)
+            batch = next(self.iterator, _END)
+            if batch is not _END:
+                self.batch, self.given = self.batch + 1, True
+                return batch
+            self.restart()
+            self.epoch += 1
+        if hasattr(self.loader, "__next__") and self.given:
+            return _END
+        raise ValueError(f"the dataloader has no batches: {self.loader!r}")
+
+    def state_dict(self) -> dict:
+        state = {"epoch": self.epoch, "batch": self.batch, "begin": self.begin}
+        state["generators"] = self._generators()
+        if self.iterator is not None and _is_stateful(self.loader):
+            state["loader"] = _get_state(self.loader)
+        return state
+
+    def load_state_dict(self, state: dict | None, undo: contextlib.ExitStack) -> None:
+        """Make the epoch's iterator as it was made, and take from it what had been taken.
+
+        Leaves the global generators moved. None: the loader restarts.
+        """
+        undo.callback(self._set_generators, self._generators())
+        undo.callback(vars(self).update, vars(self).copy())
+        self.restart()
+        self.epoch = 0
+        if state is None:
+            return
+        self.epoch, self.batch, self.begin = state["epoch"], state["batch"], state["begin"]
+        stateful = _is_stateful(self.loader) and "loader" in state
+        if self.begin is not None and (stateful or not hasattr(self.loader, "__next__")):
+            self._replay(state["loader"] if stateful else None)
+            self._set_generators(state["generators"])
+        elif self.begin is not None:
+            log.warning("the dataloader is an iterator and cannot be replayed: it goes on as it is")
+
+    def _replay(self, loader_state: Any) -> None:
+        began = time.perf_counter()
+        self._set_epoch()
+        persistent = getattr(self.loader, "persistent_workers", False) and loader_state is None
+        if persistent and self.epoch > 0:
+            log.warning("persistent workers: random augmentation in them is not replayed exactly")
+            iter(self.loader)  # starts the workers, which draws a number that later epochs do not
+        restore_rng_state(self.begin["rng"])
+        self._set_generators(self.begin["generators"])
+        if loader_state is not None:
+            self.loader.load_state_dict(loader_state)
+        self.iterator = iter(self.loader)
+        for done in range(self.batch if loader_state is None else 0):
+            if next(self.iterator, _END) is _END:
+                log.warning("the dataloader ended after %d of %d batches", done, self.batch)
+                break
+        log.info("data position replayed in %.1f s", time.perf_counter() - began)
+
+    def _sources(self) -> dict[str, Any]:
+        """The loader and what it draws from, by the name under which generators are stored."""
+        names = ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
+        found = {"loader": self.loader}
+        for name in names:
+            with contextlib.suppress(AttributeError):
+                found[name] = operator.attrgetter(name)(self.loader)
+        return found
+
+    def _set_epoch(self) -> None:
+        for source in {id(source): source for source in self._sources().values()}.values():
+            if callable(getattr(source, "set_epoch", None)):
+                source.set_epoch(self.epoch)
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        found = {
+            name: getattr(source, "generator", None) for name, source in self._sources().items()
+        }
+        return {name: g.get_state() for name, g in found.items() if isinstance(g, torch.Generator)}
+
+    def _set_generators(self, states: Mapping[str, torch.Tensor]) -> None:
+        for name, state in states.items():
+            generator = getattr(self._sources().get(name), "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state)
+            else:
+                log.warning("the dataloader's %s had a generator when it was saved, now none", name)
 
 
 def _device_of(model: torch.nn.Module, device: Any) -> torch.device:
@@ -1229,19 +1230,18 @@ def _device_of(model: torch.nn.Module, device: Any) -> torch.device:
 
 
 def _check_signal(number: Any) -> signal.Signals:
-    caught = set(signal.Signals) - {getattr(signal, "SIGKILL", None), getattr(signal, "SIGSTOP", None)}
-    if number not in caught:
+    never = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
+    if number not in set(signal.Signals) - never:
         raise ValueError(f"save_on_signal must hold signals that can be caught, got {number!r}")
     return signal.Signals(number)
 
 
-def _plan_precision(precision: str, device: torch.device) -> dict:
-    mode = precision
+def _plan_precision(mode: str, device: torch.device) -> dict:
     if mode == "auto":
         mode = "fp32"
         if device.type == "cuda":
-            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            mode = "bf16" if bf16 else "fp16"
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+            mode = "bf16" if native else "fp16"
     if mode != "fp32" and not _autocast_works(device, _AUTOCAST[mode]):
         log.warning("precision %s is not supported on %s: fp32 instead", mode, device)
         mode = "fp32"
@@ -1260,28 +1260,18 @@ def _autocast_works(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-def _is_stateful(part: Any) -> bool:
-    methods = (getattr(part, name, None) for name in ("state_dict", "load_state_dict"))
-    return all(map(callable, methods))
-
-
-def _get_state(part: Any) -> Any:
-    return model_state_dict(part) if isinstance(part, torch.nn.Module) else part.state_dict()
-
-
-def _part_problems(part: Any, saved: Any) -> list[str]:
-    if isinstance(part, torch.nn.Module):
-        return _fit(part, saved)[1] if isinstance(saved, Mapping) else ["not a state_dict"]
-    return _optimizer_problems(part, saved) if isinstance(part, torch.optim.Optimizer) else []
-
-
-def _set_state(part: Any, saved: Any) -> None:
-    if isinstance(part, torch.nn.Module):
-        load_model_state_dict(part, saved)
-    elif isinstance(part, torch.optim.Optimizer):
-        _load_optimizer(part, saved)
-    else:
-        part.load_state_dict(saved)
+def _scalar_loss(output: Any) -> torch.Tensor:
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        output = output[0] if output else None
+    if not isinstance(output, torch.Tensor):
+        raise ValueError(f"the loss must be a tensor, got {type(output)}: pass loss_fn")
+    if output.dim() != 0:
+        raise ValueError(f"the loss must be a scalar, got shape {tuple(output.shape)}")
+    if not output.requires_grad:
+        raise ValueError("the loss does not require grad: is every parameter frozen?")
+    return output
 
 
 def _count(batch: Any) -> tuple[int, int | torch.Tensor]:
@@ -1304,11 +1294,8 @@ def _count(batch: Any) -> tuple[int, int | torch.Tensor]:
 def _first_tensor(batch: Any) -> torch.Tensor | None:
     if isinstance(batch, torch.Tensor):
         return batch
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif not isinstance(batch, (tuple, list)):
-        return None
-    found = map(_first_tensor, batch)
+    items = batch.values() if isinstance(batch, Mapping) else batch
+    found = map(_first_tensor, items) if isinstance(batch, (Mapping, tuple, list)) else ()
     return next((tensor for tensor in found if tensor is not None), None)
 
 
@@ -1319,40 +1306,66 @@ def _to_device(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, Mapping):
         return {key: _to_device(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(item, device) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_to_device(item, device) for item in value)
+        items = [_to_device(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
-def _loader_parts(loader: Any) -> dict[str, Any]:
-    """The loader and what it draws from, by the name under which generators are stored."""
-    parts = {"loader": loader}
-    for name in ("sampler", "batch_sampler", "dataset"):
-        parts[name] = getattr(loader, name, None)
-    parts["batch_sampler.sampler"] = getattr(parts["batch_sampler"], "sampler", None)
-    return {name: part for name, part in parts.items() if part is not None}
+def _is_stateful(part: Any) -> bool:
+    methods = (getattr(part, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods))
 
 
-def _set_epoch(parts: Mapping[str, Any], epoch: int) -> None:
-    for part in {id(part): part for part in parts.values()}.values():
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
+def _get_state(part: Any) -> Any:
+    if part is None:
+        return None
+    is_model = isinstance(part, torch.nn.Module)
+    return model_state_dict(part) if is_model else _plain_numbers(part.state_dict())
 
 
-def _generator_states(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    found = {name: getattr(part, "generator", None) for name, part in parts.items()}
-    return {name: g.get_state() for name, g in found.items() if isinstance(g, torch.Generator)}
+def _part_problems(part: Any, saved: Any) -> list[str]:
+    if isinstance(part, torch.nn.Module):
+        return _fit(part, saved)[1] if isinstance(saved, Mapping) else ["not a state_dict"]
+    return _optimizer_problems(part, saved) if isinstance(part, torch.optim.Optimizer) else []
 
 
-def _set_generators(parts: Mapping[str, Any], states: Mapping[str, torch.Tensor]) -> None:
-    for name, state in states.items():
-        generator = getattr(parts.get(name), "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state)
-        else:
-            log.warning("the dataloader's %s had a generator when it was saved, now none", name)
+def _set_state(part: Any, saved: Any, undo: contextlib.ExitStack) -> None:
+    if isinstance(part, torch.nn.Module):
+        load_model_state_dict(part, saved)
+    elif isinstance(part, torch.optim.Optimizer):
+        undo.callback(vars(part).update, {k: vars(part)[k] for k in ("state", "param_groups")})
+        _load_optimizer(part, saved)
+    else:
+        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+            saved = copy.deepcopy(saved)  # its load_state_dict keeps the lists
+            undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+        part.load_state_dict(saved)
+
+
+def _flat(state: Mapping) -> dict:
+    return {**state, **{f"extra {name}": v for name, v in (state.get("extra") or {}).items()}}
+
+
+def _order_problems(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, fitted: Mapping, saved: Mapping
+) -> list[str]:
+    """The first trainable parameter that another one would give its optimizer state to.
+
+    That state goes by position, so two layers of one shape in another order swap theirs.
+    """
+    groups = [*optimizer.param_groups, *saved["param_groups"]]
+    if not saved["state"] or all("param_names" in group for group in groups):
+        return []
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    orders = (
+        [name for name in names if name in trainable] for names in (model.state_dict(), fitted)
+    )
+    wrong = next(
+        ((mine, other) for mine, other in zip(*orders, strict=True) if mine != other), None
+    )
+    order = "optimizer: saved for parameters in another order:"
+    return [f"{order} {wrong[1]} where {wrong[0]} is here"] if wrong else []
 
 
 def _plain_numbers(value: Any) -> Any:

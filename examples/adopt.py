@@ -4,7 +4,8 @@
     python examples/adopt.py --stop-at 190   # ends abruptly right after step 190
     python examples/adopt.py                 # goes on from the last checkpoint, to the same weights
 
-Each line marked "# ckpt" was added; the rest is what a loop like this looks like anyway.
+Each line marked "# ckpt" was added. The rest is what such a loop looks like anyway, but for the
+options --out and --stop-at, which are for trying it.
 """
 
 import argparse

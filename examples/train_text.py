@@ -117,8 +117,8 @@ def make_scheduler(optimizer: torch.optim.Optimizer, steps: int):
 def evaluate(model: nn.Module, rows: torch.Tensor) -> float:
     """Nats per byte on 256 rows: the same ones each time, so that no random number is drawn.
 
-    (A DataLoader would draw one even without shuffle. With exact_resume that does no harm as long
-    as every run evaluates at the same steps.)
+    (A DataLoader draws one even without shuffle. In on_step that is harmless if every run does it
+    at the same steps; between resume() and fit() it would move what resume() has just put back.)
     """
     device = next(model.parameters()).device
     batches = rows[:: max(1, len(rows) // 256)][:256].split(BATCH)

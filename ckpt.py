@@ -22,9 +22,11 @@
 
 or, in a loop of your own:
 
+    if state := manager.load_latest():  # None at the first start
+        load_model_state_dict(model, state["model"])
+        ...                             # optimizer, step, and last: restore_rng_state(state["rng"])
     if manager.should_save(step):
-        manager.save(step, {"model": model_state_dict(model), "rng": capture_rng_state()})
-    state = manager.load_latest()       # None at the first start
+        manager.save(step, {"model": model_state_dict(model), ..., "rng": capture_rng_state()})
 
 Sections, each using only those above it (cut the file at any banner and keep what stands above):
 errors, atomic files, RNG, model state, manager, trainer.
@@ -464,9 +466,10 @@ class CheckpointManager:
 
     ``every_steps``: the interval of :meth:`should_save`. ``keep_last``: how many files
     :meth:`prune` keeps, None for all. ``keep_every``: steps that it divides are kept for ever and
-    do not count. ``enabled=False``: should_save is always False. ``fsync=False``: faster, but a
-    power cut may take the last saves. ``weights_only=True``: load without running pickled code,
-    for files that you do not trust. Bad arguments are a ValueError or TypeError.
+    do not count. ``enabled=False``: should_save is always False, and a trainer saves nothing.
+    ``fsync=False``: faster, but a power cut may take the last saves. ``weights_only=True``: load
+    without running pickled code, for files that you do not trust. Bad arguments are a ValueError
+    or TypeError.
 
     One process at a time writes a directory, from one thread; any number may read it meanwhile.
     """
@@ -744,7 +747,8 @@ class TrainResult:
 
     ``final_loss``: mean loss of the last step's micro-batches, None when no step ran.
     ``elapsed_s``: seconds of this call. ``stop_reason``: ``"max_steps"``, ``"data"`` (an iterator
-    that cannot start again ran out) or the name of a signal, as ``"SIGTERM"``.
+    that cannot start again ran out) or the name of a signal, as ``"SIGTERM"``, also when it came
+    in the last step.
     """
 
     steps: int
@@ -831,7 +835,7 @@ class Trainer:
         self._tokens: int | torch.Tensor = 0  # a tensor while batches are counted on the device
         self._saved_step: int | None = None  # the step that the manager's latest file holds
         self._scaler: torch.amp.GradScaler | None = None
-        self._deferred: dict[str, Any] = {}  # scaler and coordinator state that fit() will load
+        self._deferred: dict[str, Any] = {}  # what fit() will load: scaler, coordinator, rng
         self._batches = _Batches(dataloader, exact_resume)
         if device is not None:
             model.to(self.device)
@@ -870,8 +874,9 @@ class Trainer:
 
         Everything is compared first: when the model, the optimizer or the order of the parameters
         does not fit, one CheckpointError names all of it and nothing has changed. What only the
-        checkpoint or only the trainer has is a warning, as is another config or precision. No
-        tensor of ``state`` is kept, but for the coordinator's, which ``fit`` loads.
+        checkpoint or only the trainer has is a warning, as is another config or precision. The
+        scaler and the coordinator get their state in ``fit``, and with ``exact_resume`` the
+        generators once more, so that nothing drawn before it counts. No other tensor is kept.
         """
         path, source = None, "the state"
         if state is None:
@@ -919,7 +924,8 @@ class Trainer:
             state["data"] = self._batches.state_dict()
         if self.extra_state:
             state["extra"] = {name: _get_state(part) for name, part in self.extra_state.items()}
-        state["rng"] = capture_rng_state()  # last: a foreign state_dict() may draw
+        # Last, for a foreign state_dict() may draw.
+        state["rng"] = self._deferred.get("rng") or capture_rng_state()
         return state
 
     def _catch_signals(self, stack: contextlib.ExitStack) -> list[str]:
@@ -956,6 +962,8 @@ class Trainer:
         if not self.exact_resume:
             self._batches.restart()
         self.model.train()
+        if "rng" in self._deferred:
+            restore_rng_state(self._deferred.pop("rng"))
 
     def _loop(self, max_steps: int, signals: list[str]) -> tuple[torch.Tensor | None, str]:
         loss = None
@@ -1101,6 +1109,7 @@ class Trainer:
         self.samples = int(state.get("samples", self.samples))
         self._tokens = int(state.get("tokens", self._tokens))
         uses = {"scaler": self.precision["use_scaler"], "coordinator": self.coordinator is not None}
+        uses["rng"] = self.exact_resume
         self._deferred = {name: state[name] for name in uses if uses[name] and state.get(name)}
         if state.get("rng") is not None:
             restore_rng_state(state["rng"])  # last: replaying the data has moved it

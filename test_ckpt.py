@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import errno
 import gc
+import io
 import json
 import logging
 import multiprocessing
@@ -2704,6 +2705,20 @@ def test_generators_are_restored_last(tmp_path):
     assert draw() == expected
 
 
+def test_what_is_drawn_between_resume_and_fit_does_not_count(tmp_path):
+    whole = make(tmp_path, every=3, trainer={"exact_resume": True})
+    whole.fit(7)
+    expected = copy.deepcopy(whole.state_dict())
+    resumed = make(trainer={"exact_resume": True})
+    resumed.resume(CheckpointManager(tmp_path).load_latest())
+    saved = copy.deepcopy(resumed.state_dict())
+    list(DataLoader(regression()))  # draws a number even when it does not shuffle
+    draw()
+    same(resumed.state_dict(), saved)
+    resumed.fit(7)
+    same(resumed.state_dict(), expected)
+
+
 def test_persistent_workers_are_warned_about_from_the_second_epoch_on(tmp_path):
     in_child(check_persistent, tmp_path)
 
@@ -2834,16 +2849,19 @@ def test_the_first_screen():
     assert f'version = "{ckpt.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
-README = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
+README = (ROOT / "README.md").read_text()
 
 
 def run_readme(directory):
+    """Run the blocks one after the other, as one reader would, and compare what they print."""
     os.chdir(directory)
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) >= 3
+    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", README, re.DOTALL)
+    assert len(blocks) > 3
     space = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), space)
+    for code, expected in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(code, "README.md", "exec"), space)
+        assert printed.getvalue() == expected
 
 
 def test_the_code_in_the_readme_runs_as_it_stands(tmp_path):

@@ -404,14 +404,19 @@ def _saved_names(state: Mapping, live: Mapping) -> list[str]:
         short[key] = None if key in short else name
     inner = [name if name in live else short.get(without("module", name)) or name for name in plain]
     readings = [names for names in (plain, outer, inner) if len(set(names)) == len(names)]
-    return max(readings or [list(state)], key=lambda names: len(live.keys() & set(names)))
+    return max(
+        readings or [list(map(repr, state))], key=lambda names: len(live.keys() & set(names))
+    )
 
 
 def _optimizer_problems(optimizer: torch.optim.Optimizer, saved: Any) -> list[str]:
     """Why ``saved`` does not belong to ``optimizer``: groups, their sizes, their kind, names."""
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-        return [f"not an optimizer's state_dict but {type(saved).__name__}"]
-    ours, theirs = optimizer.param_groups, saved["param_groups"]
+    try:
+        theirs = [{**group, "params": list(group["params"])} for group in saved["param_groups"]]
+        dict(saved["state"])
+    except (TypeError, KeyError, ValueError):
+        return ["not an optimizer's state_dict"]
+    ours = optimizer.param_groups
     if len(ours) != len(theirs):
         return [f"saved with {len(theirs)} parameter groups, here are {len(ours)}"]
     problems = []
@@ -441,7 +446,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [i for group in saved["param_groups"] for i in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):
-        if index in saved["state"]:
+        if index in saved["state"] and parameter in optimizer.state:
             live = optimizer.state[parameter]
             optimizer.state[parameter] = _own(live, saved["state"][index])
 
@@ -636,8 +641,10 @@ class CheckpointManager:
         try:
             state = torch.load(path, map_location="cpu", weights_only=self.weights_only)
         except Exception as error:  # a damaged file makes torch.load raise almost anything
-            way_out = "to trust it, set weights_only=False" if self.weights_only else _WAY_OUT
-            message = f"{path} cannot be loaded ({error}); {way_out}"
+            message = f"{path} cannot be loaded ({error}); {_WAY_OUT}"
+            if self.weights_only and isinstance(error, pickle.UnpicklingError):
+                message = f"{path} is damaged, or holds more than weights_only=True loads: set it"
+                message += " to False if you trust the file"
             raise CheckpointError(message, path=path, step=step) from error
         if not isinstance(state, dict):
             message = f"{path} holds a {type(state).__name__}, not a state dictionary; {_WAY_OUT}"
@@ -693,13 +700,13 @@ class CheckpointManager:
 
         A pid says nothing about another machine on a shared folder, so they must also be old.
         """
-        newest = saved.stat().st_mtime
-        for path in self.directory.iterdir():
-            match = _TEMPORARY.fullmatch(path.name)
-            if not match or str(path) in _in_use or _alive(int(match[1])):
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime <= newest - 60:
+        with contextlib.suppress(FileNotFoundError):  # another process sweeps or prunes too
+            newest = saved.stat().st_mtime
+            for path in self.directory.iterdir():
+                match = _TEMPORARY.fullmatch(path.name)
+                if not match or path.name in map(os.path.basename, _in_use):
+                    continue
+                if not _alive(int(match[1])) and path.stat().st_mtime <= newest - 60:
                     _remove(path)
 
 
@@ -820,7 +827,7 @@ class Trainer:
         for name, part in {"scheduler": scheduler, **extra}.items():
             if part is not None and not _is_stateful(part):
                 raise TypeError(f"{name} needs state_dict and load_state_dict, got {part!r}")
-        self.model, self.optimizer, self.dataloader = model, optimizer, dataloader
+        self.model, self.optimizer = model, optimizer
         self.device = _device_of(model, device)
         self.precision = _plan_precision(precision, self.device)
         self.scheduler, self.loss_fn, self.on_step = scheduler, loss_fn, on_step

@@ -1976,7 +1976,9 @@ MISFITS = {
     "optimizer: not an optimizer's state_dict": change(optimizer__param_groups=[{}]),
     "optimizer: not an optimizer's state_dict ": change(optimizer__param_groups=5),
     "optimizer: not an optimizer's ": change(optimizer__state=None),
-    "optimizer: saved with 2 parameter groups": change(optimizer__param_groups=[{}, {}]),
+    "optimizer: saved with 2 parameter groups": change(
+        optimizer__param_groups=[{"params": []}] * 2
+    ),
     "optimizer: group 0 was saved with 2 parameters": change(
         optimizer__param_groups=[{"params": [0, 1]}]
     ),

@@ -28,8 +28,8 @@ or, in a loop of your own:
     if manager.should_save(step):
         manager.save(step, {"model": model_state_dict(model), ..., "rng": capture_rng_state()})
 
-Sections, each using only those above it (cut the file at any banner and keep what stands above):
-errors, atomic files, RNG, model state, manager, trainer.
+Sections, each using only those above it: errors, atomic files, RNG, model and optimizer state,
+manager, trainer. Cut the file at any banner (and __all__ with it): what stands above still works.
 """
 
 from __future__ import annotations
@@ -141,11 +141,9 @@ def verify_checkpoint(path: str | os.PathLike) -> None:
                 log.warning("%s is in the legacy format, which has no checksums", path)
                 return
             with zipfile.ZipFile(file) as archive:
+                torch._C.PyTorchFileReader(str(path))  # what torch's own reader asks of the zip
                 records = archive.infolist()
-                # torch.save never compresses: two sizes that differ are a damaged directory.
-                damaged = next(
-                    (r.filename for r in records if r.file_size != r.compress_size), None
-                )
+                damaged = next((r.filename for r in records if _misdescribed(r)), None)
                 if not any(r.filename.endswith("/data.pkl") for r in records):
                     damaged = "data.pkl"
                 if not any(r.CRC for r in records):
@@ -157,6 +155,15 @@ def verify_checkpoint(path: str | os.PathLike) -> None:
     if damaged:
         message = f"{path} is damaged: record {damaged!r} is missing or fails its checksum"
         raise CheckpointError(f"{message}; {_WAY_OUT}", path=path)
+
+
+def _misdescribed(record: zipfile.ZipInfo) -> bool:
+    """Whether the zip's directory, which no checksum covers, says what torch.save never does.
+
+    A bit that turns a record into a folder or a compressed one makes torch read other bytes.
+    """
+    strange = record.flag_bits & ~0x808 or record.external_attr & 0x10 or record.volume
+    return bool(strange or record.compress_type or record.file_size != record.compress_size)
 
 
 _WAY_OUT = "use an older checkpoint: load_latest(fallback=True) or resume(fallback=True)"
@@ -964,7 +971,7 @@ class Trainer:
                 del self._deferred["coordinator"]
         if self.precision["use_scaler"] and self._scaler is None:
             self._scaler = torch.amp.GradScaler(self.device.type)
-        if "scaler" in self._deferred:
+        if self._deferred.get("scaler"):  # {} is what a disabled GradScaler saves
             self._scaler.load_state_dict(self._deferred.pop("scaler"))
         if not self.exact_resume:
             self._batches.restart()
@@ -1117,7 +1124,8 @@ class Trainer:
         self._tokens = int(state.get("tokens", self._tokens))
         uses = {"scaler": self.precision["use_scaler"], "coordinator": self.coordinator is not None}
         uses["rng"] = self.exact_resume
-        self._deferred = {name: state[name] for name in uses if uses[name] and state.get(name)}
+        wanted = [name for name in uses if uses[name] and state.get(name) is not None]
+        self._deferred = {name: state[name] for name in wanted}
         if state.get("rng") is not None:
             restore_rng_state(state["rng"])  # last: replaying the data has moved it
 

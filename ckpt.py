@@ -141,14 +141,14 @@ def verify_checkpoint(path: str | os.PathLike) -> None:
                 log.warning("%s is in the legacy format, which has no checksums", path)
                 return
             with zipfile.ZipFile(file) as archive:
-                torch._C.PyTorchFileReader(str(path))  # what torch's own reader asks of the zip
                 records = archive.infolist()
                 damaged = next((r.filename for r in records if _misdescribed(r)), None)
                 if not any(r.filename.endswith("/data.pkl") for r in records):
                     damaged = "data.pkl"
-                if not any(r.CRC for r in records):
+                elif not any(r.CRC for r in records):
                     log.warning("%s was written without checksums: nothing to verify", path)
                 else:
+                    torch._C.PyTorchFileReader(str(path))  # what torch's own reader asks of the zip
                     damaged = damaged or archive.testzip()
     except Exception as error:  # a damaged zip makes zipfile raise almost anything
         raise CheckpointError(f"{path} cannot be read ({error}); {_WAY_OUT}", path=path) from error

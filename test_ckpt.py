@@ -1127,9 +1127,7 @@ def test_wrappers_leave_no_trace_and_load_either_way(name):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_real_submodule_called_module_beside_its_double(depth):
     def build(value, wrapper=lambda m: m):
-        inner = Holder(module=One(value))
-        inner.w = nn.Parameter(torch.full((2,), value + 1))
-        inner = wrapper(inner)
+        inner = wrapper(Holder(module=Holder(a=One(value)), a=One(value + 1)))
         return inner if depth == 1 else Holder(g=inner)
 
     for wrapper in (wrap, compiled, lambda m: m):

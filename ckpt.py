@@ -577,8 +577,7 @@ class CheckpointManager:
             if step <= top and not (self.keep_every and step % self.keep_every == 0)
         ]
         for step in counted[: -self.keep_last]:
-            if files[step] != latest:
-                _remove(files[step])
+            _remove(files[step])
 
     def copy_to(self, destination: str | os.PathLike) -> Path | str:
         """Copy the latest checkpoint out of prune's reach; returns where it is.

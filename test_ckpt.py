@@ -1922,18 +1922,26 @@ def test_fp32_moments_of_bf16_parameters_stay_fp32():
 
 
 def test_the_loaded_state_is_neither_kept_nor_shared(tmp_path):
-    first = make(tmp_path, every=3)
+    def build(directory=None):
+        trainer = make(directory, every=3)
+        trainer.optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+        trainer.scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2)
+        return trainer
+
+    first = build(tmp_path)
     first.fit(3)
     state = first.checkpoint_manager.load_latest()
-    tensors = [*state["model"].values()]
-    for entry in state["optimizer"]["state"].values():
-        tensors += entry.values()
+    tensors = [*state["model"].values(), *state["scheduler"]["_last_lr"]]
+    for entry in [*state["optimizer"]["state"].values(), *state["optimizer"]["param_groups"]]:
+        tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) > 4 + 4 * 3 + 1
     alive = [weakref.ref(tensor) for tensor in tensors]
-    kept = copy.deepcopy(state["optimizer"])
-    second = make()
+    kept = copy.deepcopy([state["optimizer"], state["scheduler"]])
+    second = build()
     second.resume(state)
     second.fit(5)
-    same(state["optimizer"], kept)  # training on does not write into the caller's tensors
+    # Training on does not write into the caller's tensors.
+    same([state["optimizer"], state["scheduler"]], kept)
     del state, tensors, entry
     gc.collect()
     assert [ref for ref in alive if ref() is not None] == []
@@ -2117,6 +2125,21 @@ def test_layers_built_the_other_way_round(named, momentum):
     else:  # no state that could go to the wrong layer
         trainer.resume(saved.state_dict())
         same(trainer.model.first.state_dict(), saved.model.first.state_dict())
+
+
+def test_an_optimizer_that_knows_the_names_may_have_an_order_of_its_own():
+    def build(*names):
+        ckpt.seed_everything(len(names[0]))
+        model = TwoLayers(names)
+        optimizer = torch.optim.AdamW(sorted(model.named_parameters()))
+        return Trainer(model, optimizer, [torch.ones(1, 2)])
+
+    saved, trainer = build("first", "second"), build("second", "first")
+    saved.fit(2)
+    trainer.resume(copy.deepcopy(saved.state_dict()))
+    saved.fit(4)
+    trainer.fit(4)
+    same(trainer.model.first.state_dict(), saved.model.first.state_dict())
 
 
 def test_a_frozen_parameter_does_not_count_in_the_order():
@@ -2709,14 +2732,17 @@ def test_a_loader_that_has_become_shorter_goes_on(tmp_path, warned):
 
 def test_a_loader_that_fails_in_the_replay_changes_nothing(tmp_path):
     class Fails:
+        generator = torch.Generator().manual_seed(5)
+
         def __iter__(self):
-            yield (torch.rand(1),)
+            yield (torch.rand(1, generator=self.generator),)
             raise KeyError("gone")
 
-    trainer, _ = recorded(tmp_path, numbers(8))
+    trainer, _ = recorded(tmp_path, numbers(8, shuffle=True, generator=generator()))
     trainer.fit(3)
     resumed, _ = recorded(tmp_path, Fails())
     before = snapshot(resumed)
+    assert "loader" in before[0]["data"]["generators"]
     with pytest.raises(CheckpointError, match="gone"):
         resumed.resume()
     same(snapshot(resumed), before)

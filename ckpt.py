@@ -39,6 +39,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import functools
 import json
 import logging
 import operator
@@ -48,12 +49,13 @@ import random
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 import types
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -115,8 +117,9 @@ def atomic_torch_save(state: Any, path: str | os.PathLike, *, fsync: bool = True
 
     The bytes go to ``.<name>.tmp-<pid>`` beside ``path`` and are renamed over it; missing parent
     directories are made. With ``fsync`` file and directory have reached the disk on return.
-    An OSError carries errno and filename; whatever is raised, the old file stays and no temporary
-    file does. Threads and processes may save to one path at once: the last one wins.
+    An OSError carries errno and filename. Whatever is raised, no temporary file stays, and the old
+    file does, unless it was the last step, syncing the directory, that failed. Threads and
+    processes may save to one path at once: the last one wins.
     """
     _write_atomically(path, lambda file: torch.save(state, file), fsync)
 
@@ -183,6 +186,7 @@ def _write_atomically(
     if not path.name:
         raise ValueError(f"path must name a file, got {str(path)!r}")
     _make_directory(path.parent, fsync)
+    handled = sys.exc_info()[1]  # what the caller may be in the middle of: not about this file
     temporary, owner = str(path.with_name(f".{path.name}.tmp-{os.getpid()}")), object()
     while _in_use.setdefault(temporary, owner) is not owner:  # another thread writes the same file
         temporary += "0"
@@ -197,7 +201,7 @@ def _write_atomically(
         _remove(temporary)
         # torch.save reports a failed write as "unexpected pos", with the OSError as its context.
         failed = error.__context__ if type(error) is RuntimeError else error
-        if not isinstance(failed, OSError) or failed.filename is not None:
+        if not isinstance(failed, OSError) or failed.filename is not None or failed is handled:
             raise
         failed.filename = str(path)
         raise failed from None
@@ -271,8 +275,7 @@ def restore_rng_state(state: Mapping, *, strict: bool = False) -> None:
     left as it is. With ``strict`` the same is a CheckpointError that lists the parts, and nothing
     has changed. Raises TypeError when ``state`` is not a mapping.
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state must be what capture_rng_state() returned, got {type(state)}")
+    _check_type("state", state, Mapping)
     before = capture_rng_state() if strict else None
     failed = []
     for part, restore in _RESTORE.items():
@@ -347,14 +350,17 @@ def load_model_state_dict(model: torch.nn.Module, state: Mapping) -> None:
     """Copy ``state`` into ``model``, whichever of the two is wrapped (compiled, DDP) or bare.
 
     Strict: one CheckpointError names every missing and unexpected key and every other shape, and
-    the model is unchanged. A tensor of another dtype is cast. TypeError if it is not a mapping.
+    the model is unchanged. (If a module's own set_extra_state or hook raises, it is half loaded.)
+    A tensor of another dtype is cast. TypeError if it is not a mapping.
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state must be a state_dict, got {type(state)}")
+    _check_type("state", state, Mapping)
     fitted, problems = _fit(model, state)
     if problems:
         raise CheckpointError("the state does not fit the model:\n  " + "\n  ".join(problems))
-    model.load_state_dict(fitted)
+    try:
+        model.load_state_dict(fitted)
+    except Exception as error:  # from a module's own code
+        raise CheckpointError(f"the model refused its state: {error!r}") from error
 
 
 def _bare_name(model: torch.nn.Module, name: str) -> str:
@@ -385,10 +391,16 @@ def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
         mine, theirs = own[live[name]], saved[name]
         if not isinstance(mine, torch.Tensor) or torch.nn.parameter.is_lazy(mine):
             continue
-        if not isinstance(theirs, torch.Tensor):
+        if not isinstance(theirs, torch.Tensor) or torch.nn.parameter.is_lazy(theirs):
             problems.append(f"{name}: saved as {type(theirs).__name__}, the model has a tensor")
         elif mine.shape != theirs.shape:
             problems.append(f"{name}: saved {tuple(theirs.shape)}, the model {tuple(mine.shape)}")
+        elif (
+            theirs.is_meta
+            or theirs.layout != mine.layout
+            or theirs.is_quantized != mine.is_quantized
+        ):
+            problems.append(f"{name}: saved as {theirs.layout}, {theirs.dtype} on {theirs.device}")
     fitted = OrderedDict((live.get(name, name), value) for name, value in saved.items())
     if hasattr(state, "_metadata"):
         inner = {_bare_name(model, name): name for name in getattr(own, "_metadata", {})}
@@ -417,31 +429,60 @@ def _saved_names(state: Mapping, live: Mapping) -> list[str]:
 
 
 def _optimizer_problems(optimizer: torch.optim.Optimizer, saved: Any) -> list[str]:
-    """Why ``saved`` does not belong to ``optimizer``: groups, their sizes, their kind, names."""
+    """Why ``saved`` does not belong to ``optimizer``: groups, sizes, names, kind, shapes."""
     try:
-        theirs = [{**group, "params": list(group["params"])} for group in saved["param_groups"]]
-        dict(saved["state"])
-    except (TypeError, KeyError, ValueError):
+        theirs = [
+            {**g, "params": list(g["params"]), "param_names": list(g.get("param_names", ()))}
+            for g in saved["param_groups"]
+        ]
+        state = dict(saved["state"])
+    except (TypeError, KeyError, ValueError, AttributeError):
         return ["not an optimizer's state_dict"]
-    ours = optimizer.param_groups
+    ours, problems = optimizer.param_groups, []
     if len(ours) != len(theirs):
         return [f"saved with {len(theirs)} parameter groups, here are {len(ours)}"]
-    problems = []
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        names = zip(other["param_names"], mine.get("param_names", ()), strict=False)
+        wrong = next((pair for pair in names if pair[0] != pair[1]), None)
         if len(mine["params"]) != len(other["params"]):
             sizes = f"{len(other['params'])} parameters, here are {len(mine['params'])}"
             problems.append(f"group {number} was saved with {sizes}")
-        # A release of torch adds options or drops them; both at once is another optimizer.
-        lacking = optimizer.defaults.keys() - other.keys()
-        unknown = {k for k in other.keys() - mine.keys() if not re.search("lr|momentum|names", k)}
-        if lacking and unknown:
-            options = f"{', '.join(sorted(unknown))} but not {', '.join(sorted(lacking))}"
-            problems.append(f"group {number} was saved by another kind of optimizer: has {options}")
-        names = zip(other.get("param_names", ()), mine.get("param_names", ()), strict=False)
-        wrong = next((pair for pair in names if pair[0] != pair[1]), None)
-        if wrong:
+        elif wrong:
             problems.append(f"group {number} holds {wrong[0]} where {wrong[1]} is here")
+        elif misfit := _group_misfit(optimizer, other, mine["params"], state):
+            problems.append(f"group {number} was saved {misfit}")
     return problems
+
+
+def _group_misfit(
+    optimizer: torch.optim.Optimizer, group: dict, parameters: list[torch.Tensor], state: Mapping
+) -> str | None:
+    """What a step with the saved options on spare parameters shows, for torch's own kinds."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") or "LBFGS" in kind.__name__:
+        return None
+    spare = {p.dim(): torch.zeros_like(p.detach()[(slice(1),) * p.dim()]) for p in parameters}
+    for parameter in spare.values():
+        parameter.grad = torch.zeros_like(parameter)
+    twin, options = copy.copy(optimizer), {**group, "params": list(spare.values())}
+    try:
+        twin.__setstate__({"state": defaultdict(dict), "param_groups": [options]})
+        twin.step()
+    except (KeyError, TypeError) as error:
+        return f"by another kind of optimizer: {error!r}"
+    except Exception as error:  # SparseAdam, say, takes no dense gradient: nothing is known
+        log.debug("options of %s were not tried: %s", kind, error)
+    for index, parameter in zip(group["params"], parameters, strict=True):
+        entry, shape = state.get(index) or {}, tuple(parameter.shape)
+        lacking = ", ".join(sorted(twin.state[spare[len(shape)]].keys() - entry.keys()))
+        if entry and lacking:
+            return f"by another kind of optimizer: parameter {index} has no {lacking}"
+        for name, value in entry.items():
+            saved = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            sizes = zip(saved[::-1], shape[::-1], strict=False)
+            if any(size not in (1, expected) for size, expected in sizes):
+                return f"with {name} {saved} for parameter {index} {shape}"
+    return None
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping) -> None:
@@ -516,8 +557,8 @@ class CheckpointManager:
         """Write the checkpoint, then the pointer, then prune; the file's path.
 
         Saves whatever ``enabled`` and ``should_save`` say. A step below the newest is saved too,
-        and is the latest from then on. An OSError passes through; whatever is raised before the
-        pointer names the new file, the directory is as it was.
+        and is the latest from then on; one that is there already is replaced. An OSError passes
+        through. Until the pointer names it, a new file is removed again when something is raised.
         """
         path = self.path_for(step)
         existed = path.exists()
@@ -782,13 +823,14 @@ class Trainer:
     ``device``: where the model is moved to; None: it stays where it is. ``scheduler`` steps once
     for each optimizer step. ``precision``: fp32, bf16, fp16 (with a GradScaler) or auto; one that
     the device lacks becomes fp32 with a warning. Gradients of ``accumulation_steps`` batches are
-    averaged (across the end of an epoch too) and clipped to the norm ``clip_grad_norm``.
+    averaged (across the end of an epoch too) and clipped to the norm ``clip_grad_norm``. ``fit``
+    puts the whole model into train mode, and again after an ``on_step`` that left it in another.
     ``config`` (dict, dataclass, namespace) is stored without its secrets.
     ``on_step(trainer, loss)`` runs after each step, before the save; ``loss`` is a detached scalar
     on its device. ``extra_state``: {name: object with state_dict and load_state_dict} to save too.
     ``exact_resume``: go on with the next batch, not at the loader's beginning. ``save_final``: save
     at the end of ``fit`` too. ``save_on_signal``: signals upon which the step is finished and
-    saved and ``fit`` returns.
+    saved and ``fit`` returns; a DataLoader's workers outlive the first of each too.
 
     Bad arguments are a ValueError or TypeError. For one thread; signals need the main one.
     """
@@ -849,7 +891,7 @@ class Trainer:
         self._saved_step: int | None = None  # the step that the manager's latest file holds
         self._scaler: torch.amp.GradScaler | None = None
         self._deferred: dict[str, Any] = {}  # what fit() will load: scaler, coordinator, rng
-        self._batches = _Batches(dataloader, exact_resume)
+        self._batches = _Batches(dataloader, exact_resume, self.save_on_signal)
         if device is not None:
             model.to(self.device)
 
@@ -890,6 +932,7 @@ class Trainer:
         checkpoint or only the trainer has is a warning, as is another config or precision. The
         scaler and the coordinator get their state in ``fit``, and with ``exact_resume`` the
         generators once more, so that nothing drawn before it counts. No other tensor is kept.
+        Saved options of optimizer and scheduler count, not those that they were made with.
         """
         path, source = None, "the state"
         if state is None:
@@ -900,7 +943,7 @@ class Trainer:
                 return False
             source = str(path)
         _check_type("state", state, dict)
-        fitted, problems = self._compare(state)
+        problems = self._compare(state)
         if problems:
             message = f"{source} does not fit this run:\n  " + "\n  ".join(problems)
             raise CheckpointError(message, path=path)
@@ -909,7 +952,7 @@ class Trainer:
             log.warning("%s differs from this run: %s", source, "; ".join(notes))
         try:
             with contextlib.ExitStack() as undo:
-                self._restore(state, fitted, undo)
+                self._restore(state, undo)
                 undo.pop_all()
         except Exception as error:  # from code that is not ours: a loader, an object in extra_state
             raise CheckpointError(f"{source} cannot be resumed: {error!r}", path=path) from error
@@ -975,6 +1018,7 @@ class Trainer:
         if not self.exact_resume:
             self._batches.restart()
         self.model.train()
+        self._modules = list(self.model.modules())
         if "rng" in self._deferred:
             restore_rng_state(self._deferred.pop("rng"))
 
@@ -999,6 +1043,7 @@ class Trainer:
             message = f"the loss overflowed {_MAX_SKIPPED} times in a row: is it NaN? Try bf16"
             raise RuntimeError(f"{message} or a lower learning rate (step {self.step})")
         loss, samples, tokens = window
+        self._batches.finish_step()
         self.step += 1
         self.samples += samples
         self._tokens = self._tokens + tokens
@@ -1006,7 +1051,7 @@ class Trainer:
             self.coordinator.after_optimizer_step(self.model, self.step)
         if self.on_step is not None:
             self.on_step(self, loss)
-            if not self.model.training:
+            if not all(module.training for module in self._modules):
                 self.model.train()
         if self.checkpoint_manager is not None:
             self._save(self.checkpoint_manager.should_save(self.step))
@@ -1067,16 +1112,16 @@ class Trainer:
             self._saved_step = self.step
 
     def _parts(self) -> dict[str, Any]:
-        """What load_state_dict restores; the optimizer last, for its learning rates count."""
-        extra = {f"extra {name}": part for name, part in self.extra_state.items()}
-        return {**extra, "scheduler": self.scheduler, "optimizer": self.optimizer}
+        """What has a state of its own, in the order of loading: code that may refuse it first, then
+        the optimizer, whose learning rates count, then what can be compared in full, the models."""
+        parts = {f"extra {name}": part for name, part in self.extra_state.items()}
+        parts |= {"scheduler": self.scheduler, "optimizer": self.optimizer, "model": self.model}
+        parts = {name: part for name, part in parts.items() if part is not None}
+        return dict(sorted(parts.items(), key=lambda item: isinstance(item[1], torch.nn.Module)))
 
-    def _compare(self, state: dict) -> tuple[dict, list[str]]:
-        """The model's state under the names that it has here, and all that does not fit."""
-        if not isinstance(state.get("model"), Mapping):
-            return {}, ["model: missing or not a state_dict"]
-        fitted, problems = _fit(self.model, state["model"])
-        problems = [f"model: {problem}" for problem in problems]
+    def _compare(self, state: dict) -> list[str]:
+        """All that does not fit."""
+        problems = [] if state.get("model") is not None else ["model: missing"]
         for name in ("scaler", "scheduler", "rng", "data", "extra"):
             if not isinstance(state.get(name), (Mapping, types.NoneType)):
                 problems.append(f"{name}: not a dict but {type(state[name]).__name__}")
@@ -1086,22 +1131,24 @@ class Trainer:
             if saved.get(name) is not None:
                 problems += [f"{name}: {problem}" for problem in _part_problems(part, saved[name])]
         if saved.get("optimizer") is not None and not problems:
-            problems += _order_problems(self.model, self.optimizer, fitted, saved["optimizer"])
-        for name in state.keys() & {"step", "samples", "tokens"}:
+            problems += _order_problems(self.model, self.optimizer, saved)
+        counters = {name: state[name] for name in ("step", "samples", "tokens") if name in state}
+        if self.exact_resume and state.get("data") is not None:
+            counters |= {f"data {name}": state["data"].get(name) for name in ("epoch", "batch")}
+        for name, value in counters.items():
             try:
-                _check_int(name, state[name], 0)
+                _check_int(name, value, 0)
             except (TypeError, ValueError) as error:
                 problems.append(str(error))
-        return fitted, problems
+        return problems
 
     def _notes(self, state: dict) -> list[str]:
         """What only one side has, and each difference of config and precision."""
-        used = {name for name, part in self._parts().items() if part is not None}
-        used |= {"step", "samples", "tokens", "rng"}
+        used = set(self._parts()) | {"step", "samples", "tokens", "rng"}
         uses = {"scaler": self.precision["use_scaler"], "coordinator": self.coordinator is not None}
         used |= {name for name, on in {**uses, "data": self.exact_resume}.items() if on}
         saved = {name for name, value in _flat(state).items() if value is not None}
-        saved -= {"model", "config", "precision", "extra"}
+        saved -= {"config", "precision", "extra"}
         notes = [f"without {name}" for name in sorted(used - saved)]
         notes += [f"{name} is not used" for name in sorted(map(str, saved - used))]
         for name, ours in {"config": self.config, "precision": self.precision}.items():
@@ -1109,15 +1156,19 @@ class Trainer:
                 notes += _differences(name, state[name], ours)
         return notes
 
-    def _restore(self, state: dict, fitted: Mapping, undo: contextlib.ExitStack) -> None:
-        """Load what _compare found to fit: foreign code first, the model's tensors last of all."""
-        undo.callback(restore_rng_state, capture_rng_state())
-        self._batches.load_state_dict(state.get("data") if self.exact_resume else None, undo)
+    def _restore(self, state: dict, undo: contextlib.ExitStack) -> None:
+        """Load what _compare found to fit, the models last: nothing is left that could fail."""
         saved = _flat(state)
-        for name, part in self._parts().items():
-            if part is not None and saved.get(name) is not None:
-                _set_state(part, saved[name], undo)
-        self.model.load_state_dict(fitted)
+
+        def load(models: bool) -> None:
+            for name, part in self._parts().items():
+                if isinstance(part, torch.nn.Module) == models and saved.get(name) is not None:
+                    _set_state(part, saved[name], undo)
+
+        undo.callback(restore_rng_state, capture_rng_state())
+        load(models=False)
+        self._batches.load_state_dict(state.get("data") if self.exact_resume else None, undo)
+        load(models=True)
         self.step = int(state.get("step", self.step))
         self.samples = int(state.get("samples", self.samples))
         self._tokens = int(state.get("tokens", self._tokens))
@@ -1138,18 +1189,24 @@ class _Batches:
     """The batches of a loader, epoch after epoch, and the position to go on from.
 
     ``exact``: note the generators before each epoch, so that the position can be replayed.
+    ``signals``: those of which a worker process has to outlive the first.
     """
 
-    def __init__(self, loader: Iterable, exact: bool):
-        self.loader, self.exact = loader, exact
+    def __init__(self, loader: Iterable, exact: bool, signals: list[int]):
+        self.loader, self.exact, self.signals = loader, exact, signals
         self.given = False  # whether there has been a batch
-        self.restart()
         self.epoch = 0
+        self.restart()
+        self.finish_step()
 
     def restart(self) -> None:
         self.iterator: Iterator | None = None
         self.batch = 0  # batches taken in this epoch
         self.begin: dict | None = None  # generators just before the epoch's iterator was made
+
+    def finish_step(self) -> None:
+        """What was taken so far has been trained on: a window that breaks off does not count."""
+        self.done = {"epoch": self.epoch, "batch": self.batch, "begin": self.begin}
 
     def next(self) -> Any:
         """The next batch, of a new epoch where this one is over; _END when an iterator is."""
@@ -1158,7 +1215,7 @@ class _Batches:
                 self._set_epoch()
                 if self.exact:
                     self.begin = {"rng": capture_rng_state(), "generators": self._generators()}
-                self.iterator = iter(self.loader)
+                self.iterator = self._iterate()
             batch = next(self.iterator, _END)
             if batch is not _END:
                 self.batch, self.given = self.batch + 1, True
@@ -1170,10 +1227,11 @@ class _Batches:
         raise ValueError(f"the dataloader has no batches: {self.loader!r}")
 
     def state_dict(self) -> dict:
-        state = {"epoch": self.epoch, "batch": self.batch, "begin": self.begin}
-        state["generators"] = self._generators()
-        if self.iterator is not None and _is_stateful(self.loader):
-            state["loader"] = _get_state(self.loader)
+        state = dict(self.done)
+        if (self.epoch, self.batch) == (state["epoch"], state["batch"]):
+            state["generators"] = self._generators()
+            if self.iterator is not None and _is_stateful(self.loader):
+                state["loader"] = _get_state(self.loader)
         return state
 
     def load_state_dict(self, state: dict | None, undo: contextlib.ExitStack) -> None:
@@ -1182,36 +1240,47 @@ class _Batches:
         Leaves the global generators moved. None: the loader restarts.
         """
         undo.callback(self._set_generators, self._generators())
+        undo.callback(self._set_epoch)
         undo.callback(vars(self).update, vars(self).copy())
         self.restart()
         self.epoch = 0
-        if state is None:
-            return
-        self.epoch, self.batch, self.begin = state["epoch"], state["batch"], state["begin"]
-        stateful = _is_stateful(self.loader) and "loader" in state
+        if state is not None:
+            self.epoch, self.batch, self.begin = state["epoch"], state["batch"], state["begin"]
+        stateful = _is_stateful(self.loader) and "loader" in (state or {})
         if self.begin is not None and (stateful or not hasattr(self.loader, "__next__")):
             self._replay(state["loader"] if stateful else None)
-            self._set_generators(state["generators"])
+            self._set_generators(state.get("generators", {}))
         elif self.begin is not None:
             log.warning("the dataloader is an iterator and cannot be replayed: it goes on as it is")
+        self.finish_step()
 
     def _replay(self, loader_state: Any) -> None:
         began = time.perf_counter()
         self._set_epoch()
         persistent = getattr(self.loader, "persistent_workers", False) and loader_state is None
         if persistent and self.epoch > 0:
-            log.warning("persistent workers: random augmentation in them is not replayed exactly")
-            iter(self.loader)  # starts the workers, which draws a number that later epochs do not
+            log.warning("persistent workers: what they draw at random is not replayed exactly")
+            self._iterate()  # starts the workers, which draws a number that later epochs do not
         restore_rng_state(self.begin["rng"])
         self._set_generators(self.begin["generators"])
         if loader_state is not None:
             self.loader.load_state_dict(loader_state)
-        self.iterator = iter(self.loader)
+        self.iterator = self._iterate()
         for done in range(self.batch if loader_state is None else 0):
             if next(self.iterator, _END) is _END:
                 log.warning("the dataloader ended after %d of %d batches", done, self.batch)
                 break
         log.info("data position replayed in %.1f s", time.perf_counter() - began)
+
+    def _iterate(self) -> Iterator:
+        if not self.signals or not getattr(self.loader, "num_workers", 0):
+            return iter(self.loader)
+        init = self.loader.worker_init_fn
+        self.loader.worker_init_fn = functools.partial(_init_worker, init, self.signals)
+        try:
+            return iter(self.loader)
+        finally:
+            self.loader.worker_init_fn = init
 
     def _sources(self) -> dict[str, Any]:
         """The loader and what it draws from, by the name under which generators are stored."""
@@ -1240,6 +1309,18 @@ class _Batches:
                 generator.set_state(state)
             else:
                 log.warning("the dataloader's %s had a generator when it was saved, now none", name)
+
+
+def _init_worker(init: Callable | None, signals: list[int], worker: int) -> None:
+    """Let a worker outlive the first signal of a kind: it may go to the whole process group."""
+
+    def once(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in signals:
+        signal.signal(number, once)
+    if init is not None:
+        init(worker)
 
 
 def _device_of(model: torch.nn.Module, device: Any) -> torch.device:
@@ -1350,6 +1431,12 @@ def _get_state(part: Any) -> Any:
 def _part_problems(part: Any, saved: Any) -> list[str]:
     if isinstance(part, torch.nn.Module):
         return _fit(part, saved)[1] if isinstance(saved, Mapping) else ["not a state_dict"]
+    if isinstance(part, torch.optim.lr_scheduler.LRScheduler) and isinstance(saved, Mapping):
+        # A release of torch adds attributes or drops them; both at once is another scheduler.
+        ours, theirs = ({k for k in names if k[0] != "_"} for names in (part.state_dict(), saved))
+        lacking, unknown = sorted(ours - theirs), sorted(theirs - ours - {"verbose"})
+        wrong = (lacking and unknown) or "last_epoch" in lacking
+        return [f"saved by another kind: has {unknown} but not {lacking}"] if wrong else []
     return _optimizer_problems(part, saved) if isinstance(part, torch.optim.Optimizer) else []
 
 
@@ -1360,10 +1447,8 @@ def _set_state(part: Any, saved: Any, undo: contextlib.ExitStack) -> None:
         undo.callback(vars(part).update, {k: vars(part)[k] for k in ("state", "param_groups")})
         _load_optimizer(part, saved)
     else:
-        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
-            saved = copy.deepcopy(saved)  # its load_state_dict keeps the lists
-            undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
-        part.load_state_dict(saved)
+        undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+        part.load_state_dict(copy.deepcopy(saved))  # a scheduler keeps the lists that it is given
 
 
 def _flat(state: Mapping) -> dict:
@@ -1371,24 +1456,27 @@ def _flat(state: Mapping) -> dict:
 
 
 def _order_problems(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, fitted: Mapping, saved: Mapping
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping
 ) -> list[str]:
-    """The first trainable parameter that another one would give its optimizer state to.
+    """The first parameter that another one would give its optimizer state to.
 
-    That state goes by position, so two layers of one shape in another order swap theirs.
+    That state goes by position, so two layers of one shape in another order swap theirs. What tells
+    is the order of the saved model, as far as the groups here follow the order of the model here.
     """
-    groups = [*optimizer.param_groups, *saved["param_groups"]]
-    if not saved["state"] or all("param_names" in group for group in groups):
+    groups = [*optimizer.param_groups, *saved["optimizer"]["param_groups"]]
+    if not saved["optimizer"]["state"] or all("param_names" in group for group in groups):
         return []
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    orders = (
-        [name for name in names if name in trainable] for names in (model.state_dict(), fitted)
-    )
-    wrong = next(
-        ((mine, other) for mine, other in zip(*orders, strict=True) if mine != other), None
-    )
-    order = "optimizer: saved for parameters in another order:"
-    return [f"{order} {wrong[1]} where {wrong[0]} is here"] if wrong else []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        here = [names.get(id(parameter)) for parameter in group["params"]]
+        there = [name for name in _fit(model, saved["model"])[0] if name in set(here)]
+        wrong = next(
+            ((mine, other) for mine, other in zip(here, there, strict=False) if mine != other), None
+        )
+        if wrong and here == [name for name in model.state_dict() if name in set(here)]:
+            order = f"saved for parameters in another order: {wrong[1]} where {wrong[0]} is here"
+            return [f"optimizer: {order}"]
+    return []
 
 
 def _plain_numbers(value: Any) -> Any:
@@ -1408,6 +1496,10 @@ def _public_config(value: Any, key: str = "") -> Any:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
         value = vars(value)
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    elif isinstance(value, (set, frozenset)):
+        value = sorted(value, key=str)  # in an order that the next run will have too
     if isinstance(value, Mapping):
         return {str(name): _public_config(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -1416,7 +1508,7 @@ def _public_config(value: Any, key: str = "") -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if value is not None and type(value) not in (bool, int, float, str):
-        value = str(value)
+        value = re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # an address is another in each run
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", key)
     secret = _SECRET & {word.lower() for word in words} and key not in _NO_SECRET
     return "<redacted>" if secret and isinstance(value, str) and value else value

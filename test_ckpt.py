@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import functools
 import gc
 import io
 import json
@@ -372,6 +373,19 @@ def test_a_runtime_error_of_the_users_own_is_not_taken_for_a_full_disk(tmp_path)
 
     with pytest.raises(RuntimeError, match="mine"):
         ckpt.atomic_torch_save([Bad()], tmp_path / "x")
+
+    class Worse:
+        def __reduce__(self):
+            raise RuntimeError("mine")
+
+    def save_after_trouble():
+        try:
+            raise OSError(errno.EIO, "another file")
+        except OSError:
+            ckpt.atomic_torch_save([Worse()], tmp_path / "x")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        save_after_trouble()
 
 
 @both
@@ -1212,6 +1226,18 @@ def test_module_versions_and_extra_state_travel(tmp_path):
         assert target.a.seen == 7
 
 
+def test_a_module_that_refuses_its_extra_state_is_named():
+    class Picky(nn.Linear):
+        def get_extra_state(self):
+            return 1
+
+        def set_extra_state(self, state):
+            raise KeyError("picky")
+
+    with pytest.raises(CheckpointError, match="picky"):
+        ckpt.load_model_state_dict(Picky(1, 1), ckpt.model_state_dict(Picky(1, 1)))
+
+
 def test_buffers_and_lazy_modules_load():
     model, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     model(torch.randn(5, 3))
@@ -1389,6 +1415,15 @@ def test_train_mode_is_set_and_set_again_after_on_step():
     trainer.fit(3)
     assert modes == [True, True, True]
     assert all(m.training for m in trainer.model.modules())
+
+
+def test_train_mode_is_set_again_in_a_submodule_too():
+    trainer = make(
+        trainer={"on_step": lambda t, _: (modes.append(t.model.net[2].training), eval_())}
+    )
+    modes, eval_ = [], trainer.model.net[2].eval
+    trainer.fit(3)
+    assert modes == [True, True, True]
 
 
 def test_on_step_gets_a_detached_mean_loss():
@@ -1846,13 +1881,15 @@ def test_which_keys_are_secret(wrap_in):
 def test_config_of_any_kind_becomes_plain_types(tmp_path):
     config = argparse.Namespace(
         nested=Nested(), colour=Colour.RED, dtype=torch.bfloat16, device=torch.device("cpu"),
-        items=[(1, np.int64(2)), {"a"}], nothing=None, function=int, numbers={1: 2.5},
+        items=[(1, np.int64(2)), {"b", "a"}], nothing=None, function=draw, numbers={1: 2.5},
+        pair=Pair("x", Nested()),
     )  # fmt: skip
     plain = ckpt._public_config(config)
     assert plain == {
         "nested": {"api_key": "<redacted>", "lr": 0.1}, "colour": str(Colour.RED),
-        "dtype": "torch.bfloat16", "device": "cpu", "items": [(1, 2), "{'a'}"], "nothing": None,
-        "function": "<class 'int'>", "numbers": {"1": 2.5},
+        "dtype": "torch.bfloat16", "device": "cpu", "items": [(1, 2), ["a", "b"]], "nothing": None,
+        "function": "<function draw>", "numbers": {"1": 2.5},
+        "pair": {"x": "x", "y": {"api_key": "<redacted>", "lr": 0.1}},
     }  # fmt: skip
     assert config.nested.api_key == "k"
     assert type(plain["colour"]) is str
@@ -1972,6 +2009,7 @@ def change(**changes):
             target = state
             for name in parents:
                 target = target[int(name) if name.isdigit() else name]
+            last = int(last) if last.isdigit() else last
             if value is None:
                 del target[last]
             else:
@@ -1990,8 +2028,13 @@ MISFITS = {
     "model: missing: net.0.bias": change(**{"model__net.0.bias": None}),
     "model: unexpected: z": change(model__z=X),
     "model: net.0.bias: saved (1,)": change(**{"model__net.0.bias": X}),
-    "model: missing or not": change(model=None),
-    "model: missing or not ": change(model=5),
+    "model: missing": change(model=None),
+    "model: not a state_dict": change(model=5),
+    "net.0.bias: saved as torch.sparse_coo": change(
+        **{"model__net.0.bias": torch.ones(4).to_sparse()}
+    ),
+    "torch.float32 on meta": change(**{"model__net.0.bias": torch.ones(4, device="meta")}),
+    "saved as UninitializedParameter": change(**{"model__net.0.bias": nn.UninitializedParameter()}),
     "step must be an int": change(step="4"),
     "step must be at least 0": change(step=-4),
     "samples must be an int": change(samples=1.5),
@@ -2006,8 +2049,18 @@ MISFITS = {
     "optimizer: group 0 was saved with 2 parameters": change(
         optimizer__param_groups=[{"params": [0, 1]}]
     ),
-    "another kind of optimizer: has dampening": change(
+    "another kind of optimizer: KeyError('betas')": change(
         optimizer__param_groups=[{"params": [0, 1, 2, 3], "lr": 1, "dampening": 0}]
+    ),
+    "another kind of optimizer: TypeError": change(optimizer__param_groups__0__lr="fast"),
+    "another kind of optimizer: parameter 1 has no exp_avg": change(
+        optimizer__state__1={"step": torch.ones(()), "exp_inf": torch.ones(4)}
+    ),
+    "with exp_avg (3,) for parameter 1 (4,)": change(optimizer__state__1__exp_avg=torch.ones(3)),
+    "optimizer: not an optimizer's state_dict  ": change(optimizer__param_groups=[5]),
+    "optimizer: not an optimizer's state_dict   ": change(optimizer__param_groups__0__params=3),
+    "optimizer: not an optimizer's state_dict    ": change(
+        optimizer__param_groups__0__param_names=3
     ),
     "another order: net.3.bias where net.0.weight is here": reordered,
     "scheduler: not a dict": change(scheduler=[1]),
@@ -2019,7 +2072,10 @@ MISFITS = {
     "extra second: saved with 0 parameter groups": change(
         extra={"second": {"state": {}, "param_groups": []}}
     ),
-    "cannot be resumed": change(data={"epoch": 0}),
+    "data batch must be an int, got None": change(data={"epoch": 0}),
+    "data batch must be at least 0, got -3": change(data__batch=-3),
+    "data epoch must be an int, got '1'": change(data__epoch="1"),
+    "cannot be resumed: KeyError('rng')": change(data__begin={}),
     "cannot be resumed: refused": change(extra={"mine": 1}),
 }
 
@@ -2051,6 +2107,28 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(message):
     uninterrupted = make(trainer={"exact_resume": True, "extra_state": extra})
     uninterrupted.fit(6)
     same(dict(trainer.model.state_dict()), dict(uninterrupted.model.state_dict()))
+
+
+def test_a_refusal_undoes_the_objects_that_were_loaded_before_it():
+    class Holds:
+        def __init__(self, value):
+            self.value = value
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    def build(value):
+        parts = {"ema": Weight(value), "plain": Holds([value]), "late": Refuses()}
+        return make(trainer={"extra_state": parts}), parts
+
+    saved, _ = build(1.0)
+    trainer, parts = build(2.0)
+    with pytest.raises(CheckpointError, match="refused"):
+        trainer.resume(saved.state_dict())
+    assert (parts["ema"].w.item(), parts["plain"].value) == (2.0, [2.0])
 
 
 def test_an_unforeseen_refusal_of_the_model_is_undone():
@@ -2140,6 +2218,119 @@ def test_an_optimizer_that_knows_the_names_may_have_an_order_of_its_own():
     saved.fit(4)
     trainer.fit(4)
     same(trainer.model.first.state_dict(), saved.model.first.state_dict())
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_order_within_parameter_groups(swapped):
+    """Decay and no decay, as in nanoGPT: each group follows the order of the model."""
+
+    def build(*names):
+        model = TwoLayers(names)
+        kinds = [[p for p in model.parameters() if p.dim() == dim] for dim in (2, 1)]
+        optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds])
+        return Trainer(model, optimizer, [torch.ones(1, 2)])
+
+    saved = build("first", "second")
+    trainer = build("second", "first") if swapped else build("first", "second")
+    saved.fit(2)
+    if swapped:
+        with pytest.raises(CheckpointError, match=r"first\.weight where second\.weight is here"):
+            trainer.resume(saved.state_dict())
+    else:
+        assert trainer.resume(saved.state_dict())
+
+
+def test_an_order_that_is_not_the_models_is_left_alone():
+    def build(*names):
+        model = TwoLayers(names)
+        optimizer = torch.optim.AdamW([p for _, p in sorted(model.named_parameters())])
+        return Trainer(model, optimizer, [torch.ones(1, 2)])
+
+    saved = build("first", "second")
+    saved.fit(2)
+    assert build("second", "first").resume(saved.state_dict())
+
+
+def test_an_optimizer_of_a_part_of_the_model_has_its_order_compared_alone():
+    def build(*names):
+        model = TwoLayers(names)
+        optimizer = torch.optim.AdamW(model.first.parameters())
+        return Trainer(model, optimizer, [torch.ones(1, 2)])
+
+    saved = build("first", "second")
+    saved.fit(2)
+    assert build("second", "first").resume(saved.state_dict())
+
+
+OPTIMIZERS = {
+    "SGD": {}, "Adam": {}, "AdamW": {"amsgrad": True}, "Adamax": {}, "NAdam": {}, "RAdam": {},
+    "Adagrad": {}, "Adadelta": {}, "ASGD": {}, "RMSprop": {"centered": True}, "Rprop": {},
+    "Adafactor": {},
+}  # fmt: skip
+
+
+def optimizer_trainer(kind, momentum=0.9):
+    ckpt.seed_everything(1)
+    model = Loss(dropout=0.0)
+    options = {"momentum": momentum} if kind == "SGD" else OPTIMIZERS[kind]
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+    return Trainer(model, optimizer, [tuple(regression().tensors)])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_state_of_another_kind_of_optimizer_is_refused_or_works(kind):
+    saved = optimizer_trainer(kind)
+    saved.fit(2)
+    state = copy.deepcopy(saved.state_dict())
+    saved.fit(4)
+    refused = set()
+    for other in OPTIMIZERS:
+        trainer = optimizer_trainer(other)
+        before = snapshot(trainer)
+        try:
+            trainer.resume(state)
+        except CheckpointError:
+            same(snapshot(trainer), before)
+            refused.add(other)
+        else:
+            trainer.fit(4)
+        if other == kind:
+            same(trainer.optimizer.state_dict(), saved.optimizer.state_dict())
+    assert kind not in refused
+    assert len(refused) >= 8  # Adam, AdamW, NAdam and RAdam share their state
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_without_state_resumes(momentum):
+    saved = optimizer_trainer("SGD", momentum=0.0)
+    saved.fit(2)
+    trainer = optimizer_trainer("SGD", momentum=momentum)
+    trainer.resume(copy.deepcopy(saved.state_dict()))
+    trainer.fit(4)
+    assert trainer.optimizer.param_groups[0]["momentum"] == 0.0  # the saved options count
+
+
+def test_the_state_of_another_kind_of_scheduler_is_refused():
+    def build(kind, **options):
+        model = Weight()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **options)
+        return Trainer(model, optimizer, ones(3), scheduler=scheduler)
+
+    saved = build("StepLR", step_size=3)
+    saved.fit(2)
+    for other in (
+        build("CosineAnnealingLR", T_max=5),
+        build("OneCycleLR", max_lr=1, total_steps=9),
+    ):
+        before = snapshot(other)
+        with pytest.raises(CheckpointError, match="scheduler: saved by another kind"):
+            other.resume(saved.state_dict())
+        same(snapshot(other), before)
+    with pytest.raises(CheckpointError, match="scheduler: saved by another kind"):
+        build("StepLR", step_size=3).resume({**saved.state_dict(), "scheduler": {}})
+    older = dict(saved.scheduler.state_dict(), verbose=False)
+    assert build("StepLR", step_size=3).resume({**saved.state_dict(), "scheduler": older})
 
 
 def test_a_frozen_parameter_does_not_count_in_the_order():
@@ -2362,6 +2553,51 @@ def test_a_second_signal_acts_as_if_we_were_not_there(tmp_path):
     assert listing(tmp_path) == ["survived the first"]
 
 
+class SignalsAll(Dataset):
+    """Its worker sends the whole process group SIGTERM in the middle of a batch."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        if i == 7:
+            os.killpg(0, signal.SIGTERM)
+            time.sleep(0.2)
+        return torch.tensor(float(i))
+
+
+def touch(path, worker):
+    path.touch()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_signal_to_the_whole_group_spares_the_workers(tmp_path, persistent, method):
+    in_child(check_group_signal, tmp_path, persistent, method)
+    assert listing(tmp_path) == ["latest.json", "seeds", "step_000000000004.pt"]
+
+
+def check_group_signal(directory, persistent, method):
+    os.setsid()
+    multiprocessing.set_start_method(method, force=True)
+    loader = DataLoader(
+        SignalsAll(), batch_size=2, num_workers=2, persistent_workers=persistent, prefetch_factor=1,
+        worker_init_fn=functools.partial(touch, directory / "seeds"),
+    )  # fmt: skip
+    init = loader.worker_init_fn
+    manager = CheckpointManager(directory, every_steps=100, fsync=False)
+    trainer = weight_trainer(
+        loader, checkpoint_manager=manager, save_on_signal=[signal.SIGTERM], exact_resume=True,
+        on_step=lambda trainer, loss: time.sleep(0.5) if trainer.step == 3 else None,
+    )  # fmt: skip
+    trainer.loss_fn = lambda model, batch: model(batch)
+    assert loader.worker_init_fn is init
+    result = trainer.fit(10)
+    assert result.stop_reason == "SIGTERM"
+    assert result.steps in (2, 3)
+    os.rename(manager.latest_path(), manager.path_for(4))
+
+
 def test_a_signal_upon_a_step_that_is_saved_anyway_saves_once(tmp_path, monkeypatch):
     calls = record_calls(monkeypatch)
     trainer = make(tmp_path, every=2, trainer={"save_on_signal": [signal.SIGTERM]})
@@ -2515,6 +2751,7 @@ def exact_trainer(kind, directory, every, precision="fp32", accumulation_steps=3
 def train(kind, directory, every, until, kill_at, options):
     """One life of a run: it is killed right after kill_at's update, before that step's save."""
     os.setsid()  # its workers die with it
+    multiprocessing.set_start_method("fork", force=True)  # not the server's way, which is slower
     logging.getLogger("ckpt").setLevel(logging.ERROR)
     trainer = exact_trainer(kind, directory, every, **options)
     trainer.resume()
@@ -2546,9 +2783,7 @@ def compare_with_an_unbroken_run(tmp_path, kind, every, kills, until, **options)
 def test_killed_and_resumed_in_one_epoch_equals_unbroken(tmp_path, kind):
     if "Stateful" in kind:
         pytest.importorskip("torchdata")
-    # Starting workers takes time: those runs are killed once and end in the next epoch.
-    kills, until = ((6,), 8) if "workers" in kind or "persistent" in kind else ((5, 7), 12)
-    compare_with_an_unbroken_run(tmp_path, kind, 1, kills, until)
+    compare_with_an_unbroken_run(tmp_path, kind, 1, (5, 7), 12)
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "shuffle, generator", "list", "StatefulDataLoader"])
@@ -2746,6 +2981,86 @@ def test_a_loader_that_fails_in_the_replay_changes_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="gone"):
         resumed.resume()
     same(snapshot(resumed), before)
+
+
+class EpochData:
+    """Gives items that say which epoch they belong to."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return torch.tensor(100.0 * self.epoch + i)
+
+
+REFUSED = {
+    "plain": lambda: DataLoader(EpochData(), batch_size=1),
+    "own position": OwnState,
+    "persistent": lambda: numbers(4, 1, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_refused_resume_leaves_a_running_trainer_where_it_is(tmp_path, kind):
+    in_child(check_refused_resume, tmp_path, kind)
+
+
+def check_refused_resume(directory, kind):
+    def build(name):
+        used = []
+        model = Weight()
+        trainer = Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), REFUSED[kind](), exact_resume=True,
+            loss_fn=lambda model, batch: (used.append(str(batch)), model.w * 1.0)[1],
+            extra_state={"mine": Refuses()},
+        )  # fmt: skip
+        return trainer, used
+
+    whole, expected = build("whole")
+    whole.fit(12)
+    trainer, used = build("trainer")
+    trainer.fit(2)
+    state = copy.deepcopy(trainer.state_dict())
+    trainer.fit(7)
+    with pytest.raises(CheckpointError, match="refused"):
+        trainer.resume(state)
+    trainer.fit(12)
+    assert used == expected
+
+
+def test_a_window_that_breaks_off_has_not_been_trained_on(tmp_path):
+    def build(break_at=None):
+        used = []
+
+        def loss_fn(model, batch):
+            if len(used) == break_at:
+                raise KeyboardInterrupt
+            used.append(batch[0].tolist())
+            return model.w * 1.0
+
+        loader = numbers(10, shuffle=True, generator=generator())
+        model = Weight()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return used, Trainer(
+            model, optimizer, loader, loss_fn=loss_fn, accumulation_steps=3, exact_resume=True
+        )
+
+    expected, whole = build()
+    whole.fit(5)
+    for break_at in (4, 5, 1):  # 5: after the end of the first epoch
+        used, trainer = build(break_at)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(5)
+        rest, resumed = build()
+        resumed.resume(copy.deepcopy(trainer.state_dict()))
+        resumed.fit(5)
+        done = 3 * (break_at // 3)
+        assert used[:done] + rest == expected
 
 
 def test_generators_are_restored_last(tmp_path):

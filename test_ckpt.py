@@ -2588,11 +2588,11 @@ def check_group_signal(directory, persistent, method):
     manager = CheckpointManager(directory, every_steps=100, fsync=False)
     trainer = weight_trainer(
         loader, checkpoint_manager=manager, save_on_signal=[signal.SIGTERM], exact_resume=True,
-        on_step=lambda trainer, loss: time.sleep(0.5) if trainer.step == 3 else None,
+        on_step=lambda trainer, loss: time.sleep(0.3),
     )  # fmt: skip
     trainer.loss_fn = lambda model, batch: model(batch)
-    assert loader.worker_init_fn is init
     result = trainer.fit(10)
+    assert loader.worker_init_fn is init
     assert result.stop_reason == "SIGTERM"
     assert result.steps in (2, 3)
     os.rename(manager.latest_path(), manager.path_for(4))
@@ -2968,19 +2968,25 @@ def test_a_loader_that_has_become_shorter_goes_on(tmp_path, warned):
 def test_a_loader_that_fails_in_the_replay_changes_nothing(tmp_path):
     class Fails:
         generator = torch.Generator().manual_seed(5)
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
 
         def __iter__(self):
             yield (torch.rand(1, generator=self.generator),)
             raise KeyError("gone")
 
     trainer, _ = recorded(tmp_path, numbers(8, shuffle=True, generator=generator()))
-    trainer.fit(3)
-    resumed, _ = recorded(tmp_path, Fails())
+    trainer.fit(7)
+    loader = Fails()
+    resumed, _ = recorded(tmp_path, loader)
     before = snapshot(resumed)
     assert "loader" in before[0]["data"]["generators"]
     with pytest.raises(CheckpointError, match="gone"):
         resumed.resume()
     same(snapshot(resumed), before)
+    assert loader.epoch == 0
 
 
 class EpochData:

@@ -106,7 +106,7 @@ def _check_int(name: str, value: Any, least: int) -> int:
 def _check_type(name: str, value: Any, kind: Any) -> None:
     if not isinstance(value, kind):
         expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise TypeError(f"{name} must be of type {expected}, got {value!r}")
+        raise TypeError(f"{name} must be of type {expected}, got {value!r:.200}")
 
 
 # ==================================================================================================

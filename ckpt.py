@@ -1112,12 +1112,10 @@ class Trainer:
             self._saved_step = self.step
 
     def _parts(self) -> dict[str, Any]:
-        """What has a state of its own, in the order of loading: code that may refuse it first, then
-        the optimizer, whose learning rates count, then what can be compared in full, the models."""
+        """What has a state of its own; the optimizer after the scheduler, for its rates count."""
         parts = {f"extra {name}": part for name, part in self.extra_state.items()}
         parts |= {"scheduler": self.scheduler, "optimizer": self.optimizer, "model": self.model}
-        parts = {name: part for name, part in parts.items() if part is not None}
-        return dict(sorted(parts.items(), key=lambda item: isinstance(item[1], torch.nn.Module)))
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _compare(self, state: dict) -> list[str]:
         """All that does not fit."""
@@ -1157,7 +1155,7 @@ class Trainer:
         return notes
 
     def _restore(self, state: dict, undo: contextlib.ExitStack) -> None:
-        """Load what _compare found to fit, the models last: nothing is left that could fail."""
+        """Load what _compare found to fit: code that may yet refuse it first, the models last."""
         saved = _flat(state)
 
         def load(models: bool) -> None:
@@ -1434,7 +1432,7 @@ def _part_problems(part: Any, saved: Any) -> list[str]:
     if isinstance(part, torch.optim.lr_scheduler.LRScheduler) and isinstance(saved, Mapping):
         # A release of torch adds attributes or drops them; both at once is another scheduler.
         ours, theirs = ({k for k in names if k[0] != "_"} for names in (part.state_dict(), saved))
-        lacking, unknown = sorted(ours - theirs), sorted(theirs - ours - {"verbose"})
+        lacking, unknown = sorted(ours - theirs), sorted(theirs - ours)
         wrong = (lacking and unknown) or "last_epoch" in lacking
         return [f"saved by another kind: has {unknown} but not {lacking}"] if wrong else []
     return _optimizer_problems(part, saved) if isinstance(part, torch.optim.Optimizer) else []

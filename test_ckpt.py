@@ -1828,6 +1828,7 @@ def test_all_that_the_trainer_stores_loads_without_running_code(tmp_path):
     first.fit(4)
     second = full_trainer(tmp_path)
     assert second.resume()
+    same(second.state_dict(), second.checkpoint_manager.load_latest())
     second.fit(4)
     same(second.state_dict(), first.state_dict())
 
@@ -1974,11 +1975,12 @@ def test_the_loaded_state_is_neither_kept_nor_shared(tmp_path):
     assert len(tensors) > 4 + 4 * 3 + 1
     alive = [weakref.ref(tensor) for tensor in tensors]
     kept = copy.deepcopy([state["optimizer"], state["scheduler"]])
-    second = build()
+    second, third = build(), build()
     second.resume(state)
     second.fit(5)
     # Training on does not write into the caller's tensors.
     same([state["optimizer"], state["scheduler"]], kept)
+    third.resume(state)
     del state, tensors, entry
     gc.collect()
     assert [ref for ref in alive if ref() is not None] == []

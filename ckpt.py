@@ -145,28 +145,20 @@ def verify_checkpoint(path: str | os.PathLike) -> None:
                 return
             with zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
-                damaged = next((r.filename for r in records if _misdescribed(r)), None)
+                # The directory has no checksum. This bit makes a record a folder, read as nothing.
+                damaged = next((r.filename for r in records if r.external_attr & 0x10), None)
                 if not any(r.filename.endswith("/data.pkl") for r in records):
                     damaged = "data.pkl"
                 elif not any(r.CRC for r in records):
                     log.warning("%s was written without checksums: nothing to verify", path)
                 else:
-                    torch._C.PyTorchFileReader(str(path))  # what torch's own reader asks of the zip
+                    torch._C.PyTorchFileReader(str(path))  # which checks the rest of the directory
                     damaged = damaged or archive.testzip()
     except Exception as error:  # a damaged zip makes zipfile raise almost anything
         raise CheckpointError(f"{path} cannot be read ({error}); {_WAY_OUT}", path=path) from error
     if damaged:
         message = f"{path} is damaged: record {damaged!r} is missing or fails its checksum"
         raise CheckpointError(f"{message}; {_WAY_OUT}", path=path)
-
-
-def _misdescribed(record: zipfile.ZipInfo) -> bool:
-    """Whether the zip's directory, which no checksum covers, says what torch.save never does.
-
-    A bit that turns a record into a folder or a compressed one makes torch read other bytes.
-    """
-    strange = record.flag_bits & ~0x808 or record.external_attr & 0x10 or record.volume
-    return bool(strange or record.compress_type or record.file_size != record.compress_size)
 
 
 _WAY_OUT = "use an older checkpoint: load_latest(fallback=True) or resume(fallback=True)"

@@ -460,13 +460,16 @@ def _group_misfit(
     try:
         twin.__setstate__({"state": defaultdict(dict), "param_groups": [options]})
         twin.step()
-    except (KeyError, TypeError) as error:
-        return f"by another kind of optimizer: {error!r}"
-    except Exception as error:  # SparseAdam, say, takes no dense gradient: nothing is known
-        log.debug("options of %s were not tried: %s", kind, error)
+    except Exception as error:  # SparseAdam, say, takes no dense gradient: that tells nothing
+        missing = isinstance(error, KeyError) and error.args[0] in optimizer.defaults
+        if missing or isinstance(error, TypeError):
+            return f"by another kind of optimizer: {error!r}"
+        log.debug("options of %s were not tried: %r", kind, error)
     for index, parameter in zip(group["params"], parameters, strict=True):
         entry, shape = state.get(index) or {}, tuple(parameter.shape)
-        lacking = ", ".join(sorted(twin.state[spare[len(shape)]].keys() - entry.keys()))
+        # Where the step told nothing: Adagrad of torch 2.6, say, has its state from the beginning.
+        needed = twin.state[spare[len(shape)]] or optimizer.state.get(parameter, {})
+        lacking = ", ".join(sorted(needed.keys() - entry.keys()))
         if entry and lacking:
             return f"by another kind of optimizer: parameter {index} has no {lacking}"
         for name, value in entry.items():

@@ -1112,6 +1112,11 @@ class Trainer:
         parts |= {"scheduler": self.scheduler, "optimizer": self.optimizer, "model": self.model}
         return {name: part for name, part in parts.items() if part is not None}
 
+    def _loaded_by_fit(self) -> set[str]:
+        used = {"scaler": self.precision["use_scaler"], "rng": self.exact_resume}
+        used["coordinator"] = self.coordinator is not None
+        return {name for name in used if used[name]}
+
     def _compare(self, state: dict) -> list[str]:
         """All that does not fit."""
         problems = [] if state.get("model") is not None else ["model: missing"]
@@ -1137,9 +1142,8 @@ class Trainer:
 
     def _notes(self, state: dict) -> list[str]:
         """What only one side has, and each difference of config and precision."""
-        used = set(self._parts()) | {"step", "samples", "tokens", "rng"}
-        uses = {"scaler": self.precision["use_scaler"], "coordinator": self.coordinator is not None}
-        used |= {name for name, on in {**uses, "data": self.exact_resume}.items() if on}
+        used = set(self._parts()) | self._loaded_by_fit() | {"step", "samples", "tokens", "rng"}
+        used |= {"data"} if self.exact_resume else set()
         saved = {name for name, value in _flat(state).items() if value is not None}
         saved -= {"config", "precision", "extra"}
         notes = [f"without {name}" for name in sorted(used - saved)]
@@ -1165,10 +1169,8 @@ class Trainer:
         self.step = int(state.get("step", self.step))
         self.samples = int(state.get("samples", self.samples))
         self._tokens = int(state.get("tokens", self._tokens))
-        uses = {"scaler": self.precision["use_scaler"], "coordinator": self.coordinator is not None}
-        uses["rng"] = self.exact_resume
-        wanted = [name for name in uses if uses[name] and state.get(name) is not None]
-        self._deferred = {name: state[name] for name in wanted}
+        names = self._loaded_by_fit()
+        self._deferred = {name: state[name] for name in names if state.get(name) is not None}
         if state.get("rng") is not None:
             restore_rng_state(state["rng"])  # last: replaying the data has moved it
 

@@ -42,6 +42,8 @@ import errno
 import functools
 import json
 import logging
+import multiprocessing.sharedctypes
+import multiprocessing.util
 import operator
 import os
 import pickle
@@ -364,6 +366,11 @@ def _bare_name(model: torch.nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
+def _unwrapped(name: Any) -> str:
+    """The name without the parts that a wrapper may have put in, where only names are known."""
+    return ".".join(part for part in str(name).split(".") if part not in ("_orig_mod", "module"))
+
+
 def _wrapped_child(module: Any) -> str | None:
     """The attribute under which a wrapper holds the module that it wraps."""
     if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
@@ -379,9 +386,17 @@ def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
     saved = dict(zip(_saved_names(state, live), state.values(), strict=True))
     problems = [f"missing: {name}" for name in sorted(live.keys() - saved.keys())]
     problems += [f"unexpected: {name}" for name in sorted(saved.keys() - live.keys())]
+    # Where a module loads its state in its own way (fake quantization resizes buffers), let it.
+    own_way = {
+        prefix
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+    }
     for name in sorted(live.keys() & saved.keys()):
         mine, theirs = own[live[name]], saved[name]
         if not isinstance(mine, torch.Tensor) or torch.nn.parameter.is_lazy(mine):
+            continue
+        if live[name].rpartition(".")[0] in own_way:
             continue
         if not isinstance(theirs, torch.Tensor) or torch.nn.parameter.is_lazy(theirs):
             problems.append(f"{name}: saved as {type(theirs).__name__}, the model has a tensor")
@@ -403,25 +418,24 @@ def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
 def _saved_names(state: Mapping, live: Mapping) -> list[str]:
     """The keys of ``state`` under the bare names in ``live``, as far as they can be told apart."""
 
-    def without(part: str, name: str) -> str:
-        return ".".join(p for p in str(name).split(".") if p != part)
-
-    plain = [without("_orig_mod", name) for name in state]
+    raw = list(map(str, state))
+    plain = [".".join(part for part in name.split(".") if part != "_orig_mod") for name in raw]
     outer = [name.removeprefix("module.") for name in plain]
     # Wrapped further in (model.generator = DDP(…)): drop "module" where that leaves no doubt.
     short: dict[str, str | None] = {}
     for name in live:
-        key = without("module", name)
+        key = _unwrapped(name)
         short[key] = None if key in short else name
-    inner = [name if name in live else short.get(without("module", name)) or name for name in plain]
-    readings = [names for names in (plain, outer, inner) if len(set(names)) == len(names)]
-    return max(
-        readings or [list(map(repr, state))], key=lambda names: len(live.keys() & set(names))
-    )
+    inner = [name if name in live else short.get(_unwrapped(name)) or name for name in plain]
+    readings = [n for n in (raw, plain, outer, inner) if len(set(n)) == len(n)]
+    return max(readings or [list(map(repr, state))], key=lambda n: len(live.keys() & set(n)))
 
 
 def _optimizer_problems(optimizer: torch.optim.Optimizer, saved: Any) -> list[str]:
     """Why ``saved`` does not belong to ``optimizer``: groups, sizes, names, kind, shapes."""
+    if "param_groups" not in (own := optimizer.state_dict()):  # a layout of its own
+        fits = isinstance(saved, Mapping) and saved.keys() == own.keys()
+        return [] if fits else ["not the state_dict of this optimizer"]
     try:
         theirs = [
             {**g, "params": list(g["params"]), "param_names": list(g.get("param_names", ()))}
@@ -435,7 +449,7 @@ def _optimizer_problems(optimizer: torch.optim.Optimizer, saved: Any) -> list[st
         return [f"saved with {len(theirs)} parameter groups, here are {len(ours)}"]
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         names = zip(other["param_names"], mine.get("param_names", ()), strict=False)
-        wrong = next((pair for pair in names if pair[0] != pair[1]), None)
+        wrong = next((pair for pair in names if len({*map(_unwrapped, pair)}) > 1), None)
         if len(mine["params"]) != len(other["params"]):
             sizes = f"{len(other['params'])} parameters, here are {len(mine['params'])}"
             problems.append(f"group {number} was saved with {sizes}")
@@ -451,7 +465,8 @@ def _group_misfit(
 ) -> str | None:
     """What a step with the saved options on spare parameters shows, for torch's own kinds."""
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or "LBFGS" in kind.__name__:
+    own = kind.__module__.startswith("torch.optim") and "LBFGS" not in kind.__name__
+    if not own or any(map(torch.nn.parameter.is_lazy, parameters)):
         return None
     spare = {p.dim(): torch.zeros_like(p.detach()[(slice(1),) * p.dim()]) for p in parameters}
     for parameter in spare.values():
@@ -472,7 +487,8 @@ def _group_misfit(
         lacking = ", ".join(sorted(needed.keys() - entry.keys()))
         if entry and lacking:
             return f"by another kind of optimizer: parameter {index} has no {lacking}"
-        for name, value in entry.items():
+        for name in needed.keys() & entry.keys():
+            value = entry[name]
             saved = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
             sizes = zip(saved[::-1], shape[::-1], strict=False)
             if any(size not in (1, expected) for size, expected in sizes):
@@ -485,13 +501,17 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping) -> None:
 
     torch casts fp32 moments to the dtype of bf16 parameters, and keeps the caller's tensors.
     """
+    if "param_groups" not in saved:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        return
     optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [i for group in saved["param_groups"] for i in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=True):
-        if index in saved["state"] and parameter in optimizer.state:
-            live = optimizer.state[parameter]
-            optimizer.state[parameter] = _own(live, saved["state"][index])
+    owner = dict(zip(indices, parameters, strict=True))
+    for index, entry in saved["state"].items():
+        key = owner.get(index, index)  # state of the optimizer as a whole has a key of its own
+        if key in optimizer.state:
+            optimizer.state[key] = _own(optimizer.state[key], entry)
 
 
 def _own(live: Any, saved: Any) -> Any:
@@ -825,7 +845,7 @@ class Trainer:
     on its device. ``extra_state``: {name: object with state_dict and load_state_dict} to save too.
     ``exact_resume``: go on with the next batch, not at the loader's beginning. ``save_final``: save
     at the end of ``fit`` too. ``save_on_signal``: signals upon which the step is finished and
-    saved and ``fit`` returns; a DataLoader's workers outlive the first of each too.
+    saved and ``fit`` returns; a DataLoader's workers, once started, outlive these signals.
 
     Bad arguments are a ValueError or TypeError. For one thread; signals need the main one.
     """
@@ -901,6 +921,7 @@ class Trainer:
         """Train until ``step`` is ``max_steps`` (absolute, at least 1), a signal or the data's end.
 
         A second call goes on: with ``exact_resume`` in the same epoch, else the loader restarts.
+        (When a step has raised, the next call goes on with the next batch.)
         RuntimeError when fp16 overflows 100 times in a row. ValueError for a loader without
         batches, or a loss that is not a scalar that requires grad.
         """
@@ -926,7 +947,8 @@ class Trainer:
         does not fit, one CheckpointError names all of it and nothing has changed. What only the
         checkpoint or only the trainer has is a warning, as is another config or precision. The
         scaler and the coordinator get their state in ``fit``, and with ``exact_resume`` the
-        generators once more, so that nothing drawn before it counts. No other tensor is kept.
+        generators once more, so that nothing drawn before it counts. No other tensor is kept,
+        unless an object in ``extra_state`` keeps it.
         Saved options of optimizer and scheduler count, not those that they were made with.
         """
         path, source = None, "the state"
@@ -1184,7 +1206,7 @@ class _Batches:
     """The batches of a loader, epoch after epoch, and the position to go on from.
 
     ``exact``: note the generators before each epoch, so that the position can be replayed.
-    ``signals``: those of which a worker process has to outlive the first.
+    ``signals``: those that a worker process has to outlive.
     """
 
     def __init__(self, loader: Iterable, exact: bool, signals: list[int]):
@@ -1223,7 +1245,9 @@ class _Batches:
 
     def state_dict(self) -> dict:
         state = dict(self.done)
-        if (self.epoch, self.batch) == (state["epoch"], state["batch"]):
+        if (self.epoch, self.batch) != (state["epoch"], state["batch"]):
+            log.warning("state of an unfinished step: its batches will be taken again, inexactly")
+        else:
             state["generators"] = self._generators()
             if self.iterator is not None and _is_stateful(self.loader):
                 state["loader"] = _get_state(self.loader)
@@ -1270,8 +1294,10 @@ class _Batches:
     def _iterate(self) -> Iterator:
         if not self.signals or not getattr(self.loader, "num_workers", 0):
             return iter(self.loader)
-        init = self.loader.worker_init_fn
-        self.loader.worker_init_fn = functools.partial(_init_worker, init, self.signals)
+        closing, init = multiprocessing.RawValue("b", 0), self.loader.worker_init_fn
+        # Run as this process exits, before multiprocessing terminates what is left of its children.
+        multiprocessing.util.Finalize(None, setattr, (closing, "value", 1), exitpriority=100)
+        self.loader.worker_init_fn = functools.partial(_init_worker, init, self.signals, closing)
         try:
             return iter(self.loader)
         finally:
@@ -1306,14 +1332,18 @@ class _Batches:
                 log.warning("the dataloader's %s had a generator when it was saved, now none", name)
 
 
-def _init_worker(init: Callable | None, signals: list[int], worker: int) -> None:
-    """Let a worker outlive the first signal of a kind: it may go to the whole process group."""
+def _init_worker(init: Callable | None, signals: list[int], closing: Any, worker: int) -> None:
+    """Let a worker outlive a signal that goes to every process of the run, until the run ends.
 
-    def once(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_DFL)
+    Then multiprocessing terminates it, with a signal that it has to obey.
+    """
+
+    def handle(number: int, frame: Any) -> None:
+        if closing.value:
+            os._exit(0)
 
     for number in signals:
-        signal.signal(number, once)
+        signal.signal(number, handle)
     if init is not None:
         init(worker)
 
@@ -1426,7 +1456,7 @@ def _get_state(part: Any) -> Any:
 def _part_problems(part: Any, saved: Any) -> list[str]:
     if isinstance(part, torch.nn.Module):
         return _fit(part, saved)[1] if isinstance(saved, Mapping) else ["not a state_dict"]
-    if isinstance(part, torch.optim.lr_scheduler.LRScheduler) and isinstance(saved, Mapping):
+    if type(part).__module__ == "torch.optim.lr_scheduler" and isinstance(saved, Mapping):
         # A release of torch adds attributes or drops them; both at once is another scheduler.
         ours, theirs = ({k for k in names if k[0] != "_"} for names in (part.state_dict(), saved))
         lacking, unknown = sorted(ours - theirs), sorted(theirs - ours)
@@ -1439,11 +1469,16 @@ def _set_state(part: Any, saved: Any, undo: contextlib.ExitStack) -> None:
     if isinstance(part, torch.nn.Module):
         load_model_state_dict(part, saved)
     elif isinstance(part, torch.optim.Optimizer):
-        undo.callback(vars(part).update, {k: vars(part)[k] for k in ("state", "param_groups")})
+        for name in ("state", "param_groups"):
+            undo.callback(setattr, part, name, getattr(part, name))
         _load_optimizer(part, saved)
     else:
-        undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
-        part.load_state_dict(copy.deepcopy(saved))  # a scheduler keeps the lists that it is given
+        try:
+            undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+        except Exception as error:  # it may have no state yet, or none that can be copied
+            log.debug("loading %s could not be undone: %r", type(part), error)
+        is_scheduler = isinstance(part, torch.optim.lr_scheduler.LRScheduler)
+        part.load_state_dict(copy.deepcopy(saved) if is_scheduler else saved)  # it keeps the lists
 
 
 def _flat(state: Mapping) -> dict:
@@ -1458,8 +1493,8 @@ def _order_problems(
     That state goes by position, so two layers of one shape in another order swap theirs. What tells
     is the order of the saved model, as far as the groups here follow the order of the model here.
     """
-    groups = [*optimizer.param_groups, *saved["optimizer"]["param_groups"]]
-    if not saved["optimizer"]["state"] or all("param_names" in group for group in groups):
+    groups = [*optimizer.param_groups, *saved["optimizer"].get("param_groups", ())]
+    if not saved["optimizer"].get("state") or all("param_names" in group for group in groups):
         return []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -1502,7 +1537,8 @@ def _public_config(value: Any, key: str = "") -> Any:
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, np.generic):
         value = value.item()
-    if value is not None and type(value) not in (bool, int, float, str):
+    large = type(value) is int and value.bit_length() > 2000  # more than the safe loader takes
+    if large or (value is not None and type(value) not in (bool, int, float, str)):
         value = re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # an address is another in each run
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", key)
     secret = _SECRET & {word.lower() for word in words} and key not in _NO_SECRET

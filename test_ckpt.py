@@ -23,6 +23,7 @@ import re
 import resource
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -1238,6 +1239,33 @@ def test_a_module_that_refuses_its_extra_state_is_named():
         ckpt.load_model_state_dict(Picky(1, 1), ckpt.model_state_dict(Picky(1, 1)))
 
 
+class Resizes(nn.Module):
+    """Makes its buffer as long as the saved one, as fake quantization does."""
+
+    def __init__(self, size=0):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(size))
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.seen.resize_(state_dict[prefix + "seen"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_a_module_that_loads_in_its_own_way_is_left_to_it():
+    model = Holder(a=Resizes(), b=One())
+    ckpt.load_model_state_dict(model, ckpt.model_state_dict(Holder(a=Resizes(4), b=One(2.0))))
+    assert model.a.seen.tolist() == [1.0] * 4
+    with pytest.raises(CheckpointError, match=r"b\.w: saved \(3,\)"):
+        ckpt.load_model_state_dict(model, {"a.seen": torch.ones(5), "b.w": torch.ones(3)})
+    assert model.a.seen.shape == (4,)
+
+
+def test_names_that_look_like_a_wrappers():
+    model = nn.ParameterDict({"_orig_mod": torch.ones(1), "module": torch.ones(2)})
+    ckpt.load_model_state_dict(model, {"_orig_mod": torch.zeros(1), "module": torch.zeros(2)})
+    assert [p.sum().item() for p in model.values()] == [0.0, 0.0]
+
+
 def test_buffers_and_lazy_modules_load():
     model, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     model(torch.randn(5, 3))
@@ -2335,6 +2363,163 @@ def test_the_state_of_another_kind_of_scheduler_is_refused():
     assert build("StepLR", step_size=3).resume({**saved.state_dict(), "scheduler": older})
 
 
+@pytest.mark.parametrize("names", [(None, wrap), (wrap, None), (compiled, None), (None, compiled)])
+def test_an_optimizer_with_names_resumes_wrapped_and_bare(names):
+    def build(wrapper):
+        ckpt.seed_everything(1)
+        model = Loss(dropout=0.0)
+        model = wrapper(model) if wrapper else model
+        optimizer = torch.optim.AdamW(model.named_parameters())
+        return Trainer(model, optimizer, [tuple(regression().tensors)])
+
+    saved, trainer = map(build, names)
+    saved.fit(2)
+    trainer.resume(copy.deepcopy(saved.state_dict()))
+    saved.fit(4)
+    trainer.fit(4)
+    same(trainer.state_dict()["model"], saved.state_dict()["model"])
+
+
+def test_a_lazy_model_resumes():
+    def build():
+        model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+        return Trainer(
+            model, torch.optim.Adam(model.parameters()), [torch.ones(1, 3)],
+            loss_fn=lambda model, batch: model(batch).mean(),
+        )  # fmt: skip
+
+    saved = build()
+    saved.fit(2)
+    trainer = build()
+    trainer.resume(copy.deepcopy(saved.state_dict()))
+    saved.fit(4)
+    trainer.fit(4)
+    same(trainer.state_dict()["model"], saved.state_dict()["model"])
+
+
+class Delegates(torch.optim.Optimizer):
+    """Wraps an optimizer and has its state, as some libraries do."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["inner"], name)
+
+    state = property(lambda self: self.inner.state, lambda self, v: setattr(self.inner, "state", v))
+    param_groups = property(
+        lambda self: self.inner.param_groups, lambda self, v: setattr(self.inner, "param_groups", v)
+    )
+
+    def step(self, *args):
+        return self.inner.step(*args)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad()
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+class OwnLayout(torch.optim.SGD):
+    """Saves its state in a form of its own."""
+
+    def state_dict(self):
+        return {"base": super().state_dict(), "kind": "mine"}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["base"])
+
+
+class Global(torch.optim.SGD):
+    """Keeps a tensor for the optimizer as a whole."""
+
+    def step(self, closure=None):
+        self.state["global"].setdefault("steps", torch.zeros(1)).add_(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["Delegates", "OwnLayout", "Global", "hooked"])
+def test_optimizers_of_ones_own_making_resume(kind):
+    def build():
+        ckpt.seed_everything(1)
+        model = Loss(dropout=0.0)
+        if kind == "Delegates":
+            optimizer = Delegates(torch.optim.Adam(model.parameters()))
+        elif kind == "hooked":  # a value of another shape beside Adam's own
+            optimizer = torch.optim.Adam(model.parameters())
+
+            def remember(optimizer, args, kwargs):
+                for parameter in model.parameters():
+                    optimizer.state[parameter]["seen"] = torch.ones(11)
+
+            optimizer.register_step_post_hook(remember)
+        else:
+            optimizer = globals()[kind](model.parameters(), lr=0.1, momentum=0.9)
+        return Trainer(model, optimizer, [tuple(regression().tensors)])
+
+    saved = build()
+    saved.fit(2)
+    state = copy.deepcopy(saved.state_dict())
+    kept = copy.deepcopy(state)
+    saved.fit(4)
+    for _ in range(2):
+        trainer = build()
+        trainer.resume(state)
+        trainer.fit(4)
+        same(trainer.state_dict()["optimizer"], saved.state_dict()["optimizer"])
+        same(dict(trainer.model.state_dict()), dict(saved.model.state_dict()))
+        same(state["optimizer"], kept["optimizer"])
+    if kind == "OwnLayout":
+        with pytest.raises(CheckpointError, match="not the state_dict of this optimizer"):
+            trainer.resume({**state, "optimizer": saved.state_dict()["optimizer"]["base"]})
+
+
+def test_a_scheduler_of_ones_own_making_may_have_changed():
+    class Mine(torch.optim.lr_scheduler.StepLR):
+        def step(self):
+            self.warm = True
+            super().step()
+
+    def build():
+        model = Weight()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return Trainer(model, optimizer, ones(3), scheduler=Mine(optimizer, 2))
+
+    saved, trainer = build(), build()
+    saved.fit(2)
+    state = saved.state_dict()
+    state["scheduler"]["gone"] = 1
+    del state["scheduler"]["warm"]
+    assert trainer.resume(state)
+
+
+class Awkward:
+    """Has no state before it was loaded, and one that cannot be copied after that."""
+
+    loaded = None
+
+    def state_dict(self):
+        if self.loaded is None:
+            raise RuntimeError("not started")
+        return {"lock": threading.Lock(), "value": self.loaded}
+
+    def load_state_dict(self, state):
+        self.loaded = state["value"]
+
+
+def test_extra_state_need_not_have_a_state_yet_nor_one_that_can_be_copied():
+    awkward = Awkward()
+    trainer = make(trainer={"extra_state": {"awkward": awkward}})
+    state = {**make().state_dict(), "extra": {"awkward": {"value": 3, "lock": threading.Lock()}}}
+    for _ in range(2):
+        trainer.resume(state)
+        assert awkward.loaded == 3
+
+
 def test_a_frozen_parameter_does_not_count_in_the_order():
     def build():
         model = TwoLayers(["first", "second"])
@@ -2598,6 +2783,39 @@ def check_group_signal(directory, persistent, method):
     assert result.stop_reason == "SIGTERM"
     assert result.steps in (2, 3)
     os.rename(manager.latest_path(), manager.path_for(4))
+
+
+EXIT_SCRIPT = """
+import os, signal, sys, time
+import torch, ckpt
+if __name__ == "__main__":
+    torch.multiprocessing.set_start_method("fork")
+    model = torch.nn.Linear(1, 1)
+    trainer = ckpt.Trainer(
+        model, torch.optim.SGD(model.parameters(), 0.01),
+        torch.utils.data.DataLoader(torch.ones(400, 1), 2, num_workers=2),
+        loss_fn=lambda model, batch: model(batch).mean(), exact_resume=True,
+        checkpoint_manager=ckpt.CheckpointManager(sys.argv[1]), save_on_signal=[signal.SIGTERM],
+        on_step=lambda t, _: sys.argv[2] == "signalled" and t.step == 3 and os.killpg(0, 15),
+    )
+    print(trainer.fit(5).stop_reason, flush=True)
+    if sys.argv[2] == "failed":
+        raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("how", ["quiet", "signalled", "failed"])
+def test_the_process_ends_while_workers_are_alive(tmp_path, how):
+    """Each worker has to obey when the interpreter terminates it, and the signal itself not."""
+    script = tmp_path / "script.py"
+    script.write_text(EXIT_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "run", how], timeout=40, start_new_session=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == (7 if how == "failed" else 0)
+    assert done.stdout.split() == ["SIGTERM" if how == "signalled" else "max_steps"]
+    assert done.stderr == ""
 
 
 def test_a_signal_upon_a_step_that_is_saved_anyway_saves_once(tmp_path, monkeypatch):
@@ -3041,7 +3259,7 @@ def check_refused_resume(directory, kind):
     assert used == expected
 
 
-def test_a_window_that_breaks_off_has_not_been_trained_on(tmp_path):
+def test_a_window_that_breaks_off_has_not_been_trained_on(warned):
     def build(break_at=None):
         used = []
 
@@ -3066,6 +3284,7 @@ def test_a_window_that_breaks_off_has_not_been_trained_on(tmp_path):
             trainer.fit(5)
         rest, resumed = build()
         resumed.resume(copy.deepcopy(trainer.state_dict()))
+        assert "unfinished step" in warned()[-1]
         resumed.fit(5)
         done = 3 * (break_at // 3)
         assert used[:done] + rest == expected

@@ -1294,14 +1294,19 @@ class _Batches:
     def _iterate(self) -> Iterator:
         if not self.signals or not getattr(self.loader, "num_workers", 0):
             return iter(self.loader)
-        closing, init = multiprocessing.RawValue("b", 0), self.loader.worker_init_fn
-        # Run as this process exits, before multiprocessing terminates what is left of its children.
-        multiprocessing.util.Finalize(None, setattr, (closing, "value", 1), exitpriority=100)
-        self.loader.worker_init_fn = functools.partial(_init_worker, init, self.signals, closing)
+        init, extra = self.loader.worker_init_fn, (self.signals, self.closing)
+        self.loader.worker_init_fn = functools.partial(_init_worker, init, *extra)
         try:
             return iter(self.loader)
         finally:
             self.loader.worker_init_fn = init
+
+    @functools.cached_property
+    def closing(self) -> Any:
+        """A byte that the workers share: 1 once multiprocessing is about to terminate them."""
+        flag = multiprocessing.RawValue("b", 0)
+        multiprocessing.util.Finalize(None, setattr, (flag, "value", 1), exitpriority=100)
+        return flag
 
     def _sources(self) -> dict[str, Any]:
         """The loader and what it draws from, by the name under which generators are stored."""

@@ -417,7 +417,6 @@ def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
 
 def _saved_names(state: Mapping, live: Mapping) -> list[str]:
     """The keys of ``state`` under the bare names in ``live``, as far as they can be told apart."""
-
     raw = list(map(str, state))
     plain = [".".join(part for part in name.split(".") if part != "_orig_mod") for name in raw]
     outer = [name.removeprefix("module.") for name in plain]

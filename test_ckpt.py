@@ -25,6 +25,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -52,18 +53,25 @@ forks.set_forkserver_preload(["torch", "torch._dynamo", "test_ckpt"])  # optimiz
 # --------------------------------------------------------------------------------------------------
 def in_child(function, *args, exitcode=0, meanwhile=lambda: None):
     """Run function(*args) in a new process and look at how it ended: -9 is a real SIGKILL."""
-    process = forks.Process(target=function, args=args)
-    process.start()
-    try:
-        meanwhile()
-        process.join(50)
-    finally:
-        process.kill()
-        process.join()
+    with tempfile.TemporaryDirectory() as scratch:  # for what a killed process cannot clean up
+        process = forks.Process(target=in_scratch, args=(scratch, function, *args))
+        process.start()
+        try:
+            meanwhile()
+            process.join(50)
+        finally:
+            process.kill()
+            process.join()
     assert process.exitcode == exitcode
 
 
+def in_scratch(scratch, function, *args):
+    tempfile.tempdir = os.environ["TMPDIR"] = scratch
+    function(*args)
+
+
 def kill_me_and_my_workers(*_):
+    time.sleep(0.1)  # a batch that a worker was just sharing would stay in /dev/shm
     os.killpg(0, signal.SIGKILL)
 
 
@@ -2809,10 +2817,11 @@ def test_the_process_ends_while_workers_are_alive(tmp_path, how):
     """Each worker has to obey when the interpreter terminates it, and the signal itself not."""
     script = tmp_path / "script.py"
     script.write_text(EXIT_SCRIPT)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "run", how], timeout=40, start_new_session=True,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:  # a worker that is terminated cleans nothing up
+        done = subprocess.run(
+            [sys.executable, script, tmp_path / "run", how], timeout=40, start_new_session=True,
+            capture_output=True, text=True, env={**os.environ, "TMPDIR": scratch},
+        )  # fmt: skip
     assert done.returncode == (7 if how == "failed" else 0)
     assert done.stdout.split() == ["SIGTERM" if how == "signalled" else "max_steps"]
     assert done.stderr == ""

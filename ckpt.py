@@ -930,7 +930,7 @@ class Trainer:
             log.warning("nothing to do: step is %d, max_steps %d", self.step, max_steps)
         if self.step < max_steps:
             with contextlib.ExitStack() as stack:
-                signals = self._catch_signals(stack)
+                signals = _catch_signals(self.save_on_signal, stack)
                 self._start(stack, signals)
                 loss, reason = self._loop(max_steps, signals)
                 if self.save_final or signals:
@@ -999,24 +999,6 @@ class Trainer:
         # Last, for a foreign state_dict() may draw.
         state["rng"] = self._deferred.get("rng") or capture_rng_state()
         return state
-
-    def _catch_signals(self, stack: contextlib.ExitStack) -> list[str]:
-        """The names of the signals that have come; what handled them before is put back later."""
-        received: list[str] = []
-        previous = {}
-
-        def handle(number: int, frame: Any) -> None:
-            received.append(signal.Signals(number).name)
-            signal.signal(number, previous[number])  # the next one acts as if we were not there
-
-        if self.save_on_signal and threading.current_thread() is not threading.main_thread():
-            log.warning("save_on_signal does nothing outside the main thread")
-            return received
-        for number in self.save_on_signal:
-            previous[number] = signal.getsignal(number) or signal.SIG_DFL
-            stack.callback(signal.signal, number, previous[number])
-            signal.signal(number, handle)
-        return received
 
     def _start(self, stack: contextlib.ExitStack, signals: list[str]) -> None:
         if self.coordinator is not None:
@@ -1334,6 +1316,25 @@ class _Batches:
                 generator.set_state(state)
             else:
                 log.warning("the dataloader's %s had a generator when it was saved, now none", name)
+
+
+def _catch_signals(numbers: list[signal.Signals], stack: contextlib.ExitStack) -> list[str]:
+    """The names of the signals that have come; what handled them before is put back later."""
+    received: list[str] = []
+    previous = {}
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(signal.Signals(number).name)
+        signal.signal(number, previous[number])  # the next one acts as if we were not there
+
+    if numbers and threading.current_thread() is not threading.main_thread():
+        log.warning("save_on_signal does nothing outside the main thread")
+        return received
+    for number in numbers:
+        previous[number] = signal.getsignal(number) or signal.SIG_DFL
+        stack.callback(signal.signal, number, previous[number])
+        signal.signal(number, handle)
+    return received
 
 
 def _init_worker(init: Callable | None, signals: list[int], closing: Any, worker: int) -> None:

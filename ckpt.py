@@ -344,7 +344,8 @@ def load_model_state_dict(model: torch.nn.Module, state: Mapping) -> None:
     """Copy ``state`` into ``model``, whichever of the two is wrapped (compiled, DDP) or bare.
 
     Strict: one CheckpointError names every missing and unexpected key and every other shape, and
-    the model is unchanged. (If a module's own set_extra_state or hook raises, it is half loaded.)
+    the model is unchanged. (It is half loaded if a module's own code raises after that, or torch
+    cannot write to a tensor of it, as to an expanded view.)
     A tensor of another dtype is cast. TypeError if it is not a mapping.
     """
     _check_type("state", state, Mapping)
@@ -481,6 +482,8 @@ def _group_misfit(
         log.debug("options of %s were not tried: %r", kind, error)
     for index, parameter in zip(group["params"], parameters, strict=True):
         entry, shape = state.get(index) or {}, tuple(parameter.shape)
+        if not isinstance(entry, Mapping):
+            return f"with {entry!r:.80} for parameter {index}"
         # Where the step told nothing: Adagrad of torch 2.6, say, has its state from the beginning.
         needed = twin.state[spare[len(shape)]] or optimizer.state.get(parameter, {})
         lacking = ", ".join(sorted(needed.keys() - entry.keys()))
@@ -844,7 +847,7 @@ class Trainer:
     on its device. ``extra_state``: {name: object with state_dict and load_state_dict} to save too.
     ``exact_resume``: go on with the next batch, not at the loader's beginning. ``save_final``: save
     at the end of ``fit`` too. ``save_on_signal``: signals upon which the step is finished and
-    saved and ``fit`` returns; a DataLoader's workers, once started, outlive these signals.
+    saved and ``fit`` returns; a DataLoader's workers outlive them too (not a forkserver's).
 
     Bad arguments are a ValueError or TypeError. For one thread; signals need the main one.
     """
@@ -1187,7 +1190,7 @@ class _Batches:
     """The batches of a loader, epoch after epoch, and the position to go on from.
 
     ``exact``: note the generators before each epoch, so that the position can be replayed.
-    ``signals``: those that a worker process has to outlive.
+    ``signals``: those of which a worker process has to outlive the first.
     """
 
     def __init__(self, loader: Iterable, exact: bool, signals: list[int]):
@@ -1338,14 +1341,16 @@ def _catch_signals(numbers: list[signal.Signals], stack: contextlib.ExitStack) -
 
 
 def _init_worker(init: Callable | None, signals: list[int], closing: Any, worker: int) -> None:
-    """Let a worker outlive a signal that goes to every process of the run, until the run ends.
+    """Let a worker outlive the first signal, which goes to every process of the run.
 
-    Then multiprocessing terminates it, with a signal that it has to obey.
+    It obeys the second, and the one with which multiprocessing terminates it as the run ends.
     """
+    seen: set[int] = set()
 
     def handle(number: int, frame: Any) -> None:
-        if closing.value:
+        if closing.value or number in seen:
             os._exit(0)
+        seen.add(number)
 
     for number in signals:
         signal.signal(number, handle)
@@ -1463,7 +1468,10 @@ def _part_problems(part: Any, saved: Any) -> list[str]:
         return _fit(part, saved)[1] if isinstance(saved, Mapping) else ["not a state_dict"]
     if type(part).__module__ == "torch.optim.lr_scheduler" and isinstance(saved, Mapping):
         # A release of torch adds attributes or drops them; both at once is another scheduler.
-        ours, theirs = ({k for k in names if k[0] != "_"} for names in (part.state_dict(), saved))
+        ours, theirs = (
+            {k for k in names if k[0] != "_" or k == "_schedulers"}
+            for names in (part.state_dict(), saved)
+        )
         lacking, unknown = sorted(ours - theirs), sorted(theirs - ours)
         wrong = (lacking and unknown) or "last_epoch" in lacking
         return [f"saved by another kind: has {unknown} but not {lacking}"] if wrong else []

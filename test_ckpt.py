@@ -2094,6 +2094,7 @@ MISFITS = {
     "another kind of optimizer: parameter 1 has no exp_avg": change(
         optimizer__state__1={"step": torch.ones(()), "exp_inf": torch.ones(4)}
     ),
+    "with 5 for parameter 1": change(optimizer__state__1=5),
     "with exp_avg (3,) for parameter 1 (4,)": change(optimizer__state__1__exp_avg=torch.ones(3)),
     "optimizer: not an optimizer's state_dict  ": change(optimizer__param_groups=[5]),
     "optimizer: not an optimizer's state_dict   ": change(optimizer__param_groups__0__params=3),
@@ -2367,6 +2368,10 @@ def test_the_state_of_another_kind_of_scheduler_is_refused():
         same(snapshot(other), before)
     with pytest.raises(CheckpointError, match="scheduler: saved by another kind"):
         build("StepLR", step_size=3).resume({**saved.state_dict(), "scheduler": {}})
+    parts = [torch.optim.lr_scheduler.ConstantLR(saved.optimizer) for _ in range(2)]
+    several = torch.optim.lr_scheduler.SequentialLR(saved.optimizer, parts, [2]).state_dict()
+    with pytest.raises(CheckpointError, match="scheduler: saved by another kind"):
+        build("StepLR", step_size=3).resume({**saved.state_dict(), "scheduler": several})
     older = dict(saved.scheduler.state_dict(), verbose=False)
     assert build("StepLR", step_size=3).resume({**saved.state_dict(), "scheduler": older})
 
@@ -2791,6 +2796,53 @@ def check_group_signal(directory, persistent, method):
     assert result.stop_reason == "SIGTERM"
     assert result.steps in (2, 3)
     os.rename(manager.latest_path(), manager.path_for(4))
+
+
+class Stuck(Dataset):
+    """Its worker hangs in the middle of a batch."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        if i == 2:
+            (self.directory / "pid").write_text(str(os.getpid()))
+            for _ in range(600):
+                time.sleep(0.1)
+        return torch.tensor(float(i))
+
+
+def two_signals_to_the_group(directory):
+    os.setsid()
+    multiprocessing.set_start_method("fork", force=True)
+
+    def send():
+        while not (directory / "pid").exists():
+            time.sleep(0.05)
+        for _ in range(2):
+            time.sleep(0.3)
+            os.killpg(0, signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    manager = CheckpointManager(directory / "run")
+    trainer = weight_trainer(
+        DataLoader(Stuck(directory), num_workers=1),
+        checkpoint_manager=manager,
+        save_on_signal=[signal.SIGTERM],
+    )
+    trainer.fit(10)
+
+
+def test_a_second_signal_ends_a_worker_that_is_stuck(tmp_path):
+    in_child(two_signals_to_the_group, tmp_path, exitcode=-signal.SIGTERM)
+    stat_file = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    deadline = time.monotonic() + 5
+    while stat_file.exists() and stat_file.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the worker lives on"
+        time.sleep(0.1)
 
 
 EXIT_SCRIPT = """

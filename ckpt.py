@@ -42,7 +42,6 @@ import errno
 import functools
 import json
 import logging
-import multiprocessing.sharedctypes
 import multiprocessing.util
 import operator
 import os
@@ -1510,15 +1509,17 @@ def _order_problems(
     if not saved["optimizer"].get("state") or all("param_names" in group for group in groups):
         return []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order_here, order_saved = list(model.state_dict()), list(_fit(model, saved["model"])[0])
     for group in optimizer.param_groups:
         here = [names.get(id(parameter)) for parameter in group["params"]]
-        there = [name for name in _fit(model, saved["model"])[0] if name in set(here)]
-        wrong = next(
-            ((mine, other) for mine, other in zip(here, there, strict=False) if mine != other), None
-        )
-        if wrong and here == [name for name in model.state_dict() if name in set(here)]:
-            order = f"saved for parameters in another order: {wrong[1]} where {wrong[0]} is here"
-            return [f"optimizer: {order}"]
+        members = set(here)
+        if here != [name for name in order_here if name in members]:
+            continue
+        there = [name for name in order_saved if name in members]
+        for mine, other in zip(here, there, strict=True):
+            if mine != other:
+                order = f"saved for parameters in another order: {other} where {mine} is here"
+                return [f"optimizer: {order}"]
     return []
 
 

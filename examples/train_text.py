@@ -115,11 +115,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, steps: int):
 # --- looking at it --------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(model: nn.Module, rows: torch.Tensor) -> float:
-    """Nats per byte on 256 rows: the same ones each time, so that no random number is drawn.
-
-    (A DataLoader draws one even without shuffle. In on_step that is harmless if every run does it
-    at the same steps; between resume() and fit() it would move what resume() has just put back.)
-    """
+    """Nats per byte on 256 rows, the same ones each time."""
     device = next(model.parameters()).device
     batches = rows[:: max(1, len(rows) // 256)][:256].split(BATCH)
     model.eval()

@@ -185,7 +185,7 @@ def _write_atomically(
         temporary += "0"
     try:
         with open(temporary, "wb") as file:
-            write(file)
+            write(_Eager(file) if fsync else file)
             if fsync:
                 file.flush()
                 os.fsync(file.fileno())
@@ -202,6 +202,28 @@ def _write_atomically(
         del _in_use[temporary]
     if fsync:
         _sync_directory(path.parent)
+
+
+class _Eager:
+    """A file whose bytes start for the disk as they come, so that fsync finds little left to do."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.flush = file, file.flush
+        self._sent = self._written = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        for start in range(0, len(data), _PIECE):
+            self._written += self._file.write(data[start : start + _PIECE])
+            if self._written - self._sent >= _PIECE and hasattr(os, "posix_fadvise"):
+                # "Not needed" makes Linux write at once; what it has not written yet stays cached.
+                advice = self._sent, self._written - self._sent, os.POSIX_FADV_DONTNEED
+                with contextlib.suppress(OSError):  # it is only advice
+                    os.posix_fadvise(self._file.fileno(), *advice)
+                self._sent = self._written
+        return len(data)
+
+
+_PIECE = 1 << 25  # bytes
 
 
 def _make_directory(directory: Path, fsync: bool) -> None:
@@ -519,12 +541,44 @@ def _own(live: Any, saved: Any) -> Any:
     if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor):
         if live is not saved and live.dtype == saved.dtype:
             return live
-        return saved.detach().to(live.device, copy=True)
+        return _copied(saved.detach(), live.device)
     if isinstance(saved, dict) and isinstance(live, dict):
         return {key: _own(value, saved.get(key)) for key, value in live.items()}
     if isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
         return type(live)(map(_own, live, saved))
-    return live
+    return copy.deepcopy(live)
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not _is_plain(tensor) or {tensor.device.type, device.type} != {"cpu"}:
+        return tensor.to(device, copy=True)
+    strides = torch.empty_like(tensor, device="meta").stride()
+    storage = _new_buffer(tensor.nbytes).untyped_storage()
+    return _tensor_over(storage, tensor, 0, strides).copy_(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its storage, dtype, offset, size and strides are all there is to it."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.__dict__
+    plain = plain and tensor.layout == torch.strided and not tensor.is_meta
+    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _new_buffer(size: int) -> torch.Tensor:
+    """``size`` bytes that begin at a multiple of 64, as torch's own do.
+
+    From NumPy, which asks Linux for huge pages: their first touch takes a fraction of the time.
+    """
+    memory = np.empty(size + 63, np.uint8)
+    start = -memory.ctypes.data % 64
+    return torch.from_numpy(memory[start : start + size])
+
+
+def _tensor_over(
+    storage: torch.UntypedStorage, like: torch.Tensor, offset: int, strides: tuple
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return tensor.set_(storage, offset, like.size(), strides)
 
 
 # ==================================================================================================
@@ -536,11 +590,13 @@ class CheckpointManager:
     ``every_steps``: the interval of :meth:`should_save`. ``keep_last``: how many files
     :meth:`prune` keeps, None for all. ``keep_every``: steps that it divides are kept for ever and
     do not count. ``enabled=False``: should_save is always False, and a trainer saves nothing.
-    ``fsync=False``: faster, but a power cut may take the last saves. ``weights_only=True``: load
-    without running pickled code, for files that you do not trust. Bad arguments are a ValueError
-    or TypeError.
+    ``fsync=False``: faster, but a power cut may take the last saves. ``background=True``:
+    :meth:`save` takes a copy of the state, in memory that it keeps for the next one, and a thread
+    writes it. ``weights_only=True``: load without running pickled code, for files that you do not
+    trust. Bad arguments are a ValueError or TypeError.
 
     One process at a time writes a directory, from one thread; any number may read it meanwhile.
+    As a context manager it is closed at the end of the block.
     """
 
     def __init__(
@@ -551,6 +607,7 @@ class CheckpointManager:
         keep_last: int | None = 3,
         enabled: bool = True,
         fsync: bool = True,
+        background: bool = False,
         keep_every: int | None = None,
         weights_only: bool = False,
     ):
@@ -558,7 +615,11 @@ class CheckpointManager:
         self.every_steps = _check_int("every_steps", every_steps, 1)
         self.keep_last = None if keep_last is None else _check_int("keep_last", keep_last, 1)
         self.keep_every = None if keep_every is None else _check_int("keep_every", keep_every, 1)
-        self.enabled, self.fsync, self.weights_only = enabled, fsync, weights_only
+        self.enabled, self.fsync, self.background = enabled, fsync, background
+        self.weights_only = weights_only
+        self._writer: threading.Thread | None = None  # the write in flight
+        self._failed: tuple[int, Path, BaseException] | None = None  # what became of the last one
+        self._snapshot = _Snapshot()
         self._rewound = False  # whether the last save was below the newest: warned about once
 
     def should_save(self, step: int) -> bool:
@@ -575,8 +636,106 @@ class CheckpointManager:
         Saves whatever ``enabled`` and ``should_save`` say. A step below the newest is saved too,
         and is the latest from then on; one that is there already is replaced. An OSError passes
         through. Until the pointer names it, a new file is removed again when something is raised.
+
+        In the background: waits for the write in flight, copies and returns; the file will be
+        there when :meth:`wait` has returned. What is on a GPU is saved as CPU tensors. A write that
+        failed is a CheckpointError of the next save, wait or close, instead of what they do.
         """
         path = self.path_for(step)
+        self.wait()
+        if self.background and threading.main_thread().is_alive():
+            job = (step, path, self._snapshot.take(state))
+            writer = threading.Thread(target=self._write_behind, args=job)
+            writer.start()  # not a daemon: the interpreter ends only after it
+            self._writer = writer
+        else:  # at the interpreter's end nobody would wait for a new thread
+            self._write(step, path, state)
+        return path
+
+    def wait(self) -> None:
+        """Until nothing is being written any more. CheckpointError when the write has failed."""
+        self._join()
+        if self._failed is not None:
+            (step, path, error), self._failed = self._failed, None
+            message = f"the background save of step {step} failed: {error}; earlier checkpoints"
+            raise CheckpointError(f"{message} are as they were", path=path, step=step) from error
+
+    def close(self) -> None:
+        """:meth:`wait`, and free the memory of background saves. (A later save is no error.)"""
+        try:
+            self.wait()
+        finally:
+            self._snapshot = _Snapshot()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            self.close()
+        else:  # which is not to be hidden by that of a write, which was logged
+            self._join()
+
+    def load_latest(self, *, fallback: bool = False) -> dict | None:
+        """The latest checkpoint, on the CPU, or None when the directory holds none.
+
+        A file that cannot be read, or is not a dict, is a CheckpointError. With ``fallback`` each
+        file is verified before it is loaded, a damaged one is skipped with a warning for the next
+        lower step, and when none is left one CheckpointError names them all.
+        """
+        return self._load_latest(fallback, mapped=False)[1]
+
+    def latest_path(self) -> Path | None:
+        """The file that ``latest.json`` names, if it is there, else the one of the highest step.
+
+        A crash between the two writes of a save leaves the pointer one save behind; it is trusted.
+        """
+        self._join()
+        return self._latest()
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint here, ascending."""
+        self._join()
+        return sorted(self._files())
+
+    def prune(self) -> None:
+        """Delete all but the ``keep_last`` newest checkpoints up to the one that is latest.
+
+        Later files (a run that was rewound), multiples of ``keep_every`` and the latest itself
+        stay. A file that cannot be deleted is logged.
+        """
+        self._join()
+        self._prune()
+
+    def copy_to(self, destination: str | os.PathLike) -> Path | str:
+        """Copy the latest checkpoint out of prune's reach; returns where it is.
+
+        A path is written atomically; a directory, or a name that ends in a slash, gets the file
+        under its own name. A URL (``s3://…``) is anything that fsspec opens with the packages
+        installed. CheckpointError when there is nothing to copy, or the write in flight failed.
+        """
+        self.wait()
+        while (source := self._latest()) is not None:
+            try:
+                return self._copy(source, os.fspath(destination))
+            except FileNotFoundError:
+                if source.exists():
+                    raise
+        raise CheckpointError(f"{self.directory} holds no checkpoint to copy", path=self.directory)
+
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def _write_behind(self, step: int, path: Path, state: dict) -> None:
+        try:
+            self._write(step, path, state)
+        except BaseException as error:  # for wait() to raise
+            log.error("the background save of step %d failed: %r", step, error)
+            self._failed = step, path, error
+
+    def _write(self, step: int, path: Path, state: dict) -> None:
         existed = path.exists()
         pointer = {"step": operator.index(step), "file": path.name}
         try:
@@ -586,45 +745,22 @@ class CheckpointManager:
             if not existed and self._pointed() != path:
                 _remove(path)
             raise
-        later = [other for other in self.steps() if other > step]
+        later = sorted(other for other in self._files() if other > step)
         if later and not self._rewound:
             log.warning("%s also holds later steps, which stay: %s", self.directory, later)
         self._rewound = bool(later)
-        self.prune()
+        self._prune()
         self._sweep(path)
-        return path
 
-    def load_latest(self, *, fallback: bool = False) -> dict | None:
-        """The latest checkpoint, on the CPU, or None when the directory holds none.
-
-        A file that cannot be read, or is not a dict, is a CheckpointError. With ``fallback`` each
-        file is verified before it is loaded, a damaged one is skipped with a warning for the next
-        lower step, and when none is left one CheckpointError names them all.
-        """
-        return self._load_latest(fallback)[1]
-
-    def latest_path(self) -> Path | None:
-        """The file that ``latest.json`` names, if it is there, else the one of the highest step.
-
-        A crash between the two writes of a save leaves the pointer one save behind; it is trusted.
-        """
+    def _latest(self) -> Path | None:
         pointed = self._pointed()
         if pointed is None:
             files = self._files()
             return files[max(files)] if files else None
         return pointed
 
-    def steps(self) -> list[int]:
-        """The steps that have a checkpoint here, ascending."""
-        return sorted(self._files())
-
-    def prune(self) -> None:
-        """Delete all but the ``keep_last`` newest checkpoints up to the one that is latest.
-
-        Later files (a run that was rewound), multiples of ``keep_every`` and the latest itself
-        stay. A file that cannot be deleted is logged.
-        """
-        latest, files = self.latest_path(), self._files()
+    def _prune(self) -> None:
+        latest, files = self._latest(), self._files()
         if latest is None or self.keep_last is None:
             return
         top = self._step_of(latest)
@@ -635,21 +771,6 @@ class CheckpointManager:
         ]
         for step in counted[: -self.keep_last]:
             _remove(files[step])
-
-    def copy_to(self, destination: str | os.PathLike) -> Path | str:
-        """Copy the latest checkpoint out of prune's reach; returns where it is.
-
-        A path is written atomically; a directory, or a name that ends in a slash, gets the file
-        under its own name. A URL (``s3://…``) is anything that fsspec opens with the packages
-        installed. CheckpointError when there is nothing to copy.
-        """
-        while (source := self.latest_path()) is not None:
-            try:
-                return self._copy(source, os.fspath(destination))
-            except FileNotFoundError:
-                if source.exists():
-                    raise
-        raise CheckpointError(f"{self.directory} holds no checkpoint to copy", path=self.directory)
 
     def _copy(self, source: Path, destination: str) -> Path | str:
         if "://" in destination:
@@ -670,13 +791,14 @@ class CheckpointManager:
             )
         return target
 
-    def _load_latest(self, fallback: bool) -> tuple[Path | None, dict | None]:
+    def _load_latest(self, fallback: bool, mapped: bool) -> tuple[Path | None, dict | None]:
+        self._join()
         failed: dict[Path, CheckpointError] = {}
         while (path := self._next_newest(failed)) is not None:
             try:
                 if fallback:
                     verify_checkpoint(path)
-                return path, self._load(path)
+                return path, self._load(path, mapped)
             except CheckpointError as error:
                 if not path.exists():  # pruned by the writer in between: there is a newer one
                     continue
@@ -692,17 +814,25 @@ class CheckpointManager:
 
     def _next_newest(self, failed: Mapping) -> Path | None:
         """The latest file, or the one of the highest lower step that has not failed yet."""
-        latest = self.latest_path()
+        latest = self._latest()
         if latest not in failed:
             return latest
         files, top = self._files(), self._step_of(latest)
         left = [step for step in files if step < top and files[step] not in failed]
         return files[max(left)] if left else None
 
-    def _load(self, path: Path) -> dict:
+    def _load(self, path: Path, mapped: bool) -> dict:
+        """``mapped``: tensors are read when they are used, and keep the file's space meanwhile."""
         step = self._step_of(path)
+        load = functools.partial(torch.load, map_location="cpu", weights_only=self.weights_only)
         try:
-            state = torch.load(path, map_location="cpu", weights_only=self.weights_only)
+            try:
+                state = load(path, mmap=mapped)
+            except Exception as error:
+                if not mapped:
+                    raise
+                log.debug("%s cannot be mapped: %r", path, error)  # legacy files, some file systems
+                state = load(path)
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             message = f"{path} cannot be loaded ({error}); {_WAY_OUT}"
             if self.weights_only and isinstance(error, pickle.UnpicklingError):
@@ -771,6 +901,66 @@ class CheckpointManager:
                     continue
                 if not _alive(int(match[1])) and path.stat().st_mtime <= newest - 60:
                     _remove(path)
+
+
+class _Snapshot:
+    """Copies of a state, whose memory is kept: to touch it first takes longer than to copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, bool], list[torch.Tensor]] = {}  # by size, and if pinned
+
+    def take(self, state: Any) -> Any:
+        """``state`` as it is now, on the CPU; it holds until the next one is taken.
+
+        Tensors that share a storage do so in the copy. What else there is, is deep-copied.
+        """
+        spare, self._buffers = self._buffers, defaultdict(list)
+        tensors, storages, copies = _tensors_in(state), {}, {}
+        for tensor in tensors:
+            live = tensor.untyped_storage()
+            if live._cdata not in storages:
+                storages[live._cdata] = self._copy(live, spare)
+            offset, strides = tensor.storage_offset(), tensor.stride()
+            copied = _tensor_over(storages[live._cdata], tensor, offset, strides)
+            if isinstance(tensor, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, tensor.requires_grad)
+            copies[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return copy.deepcopy(state, copies)
+
+    def _copy(self, live: torch.UntypedStorage, spare: dict) -> torch.UntypedStorage:
+        cuda = live.device.type == "cuda"
+        if not cuda and live.device.type != "cpu":
+            return live.cpu()
+        size = live.nbytes()
+        if spare.get((size, cuda)):
+            buffer = spare[size, cuda].pop()
+        elif cuda:
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        else:
+            buffer = _new_buffer(size)
+        self._buffers[size, cuda].append(buffer)
+        source = torch.empty(0, dtype=torch.uint8, device=live.device).set_(live)
+        if cuda:
+            buffer.copy_(source, non_blocking=True)
+        else:
+            np.copyto(buffer.numpy(), source.numpy())  # at full speed with one thread
+        return buffer.untyped_storage()
+
+
+def _tensors_in(state: Any) -> list[torch.Tensor]:
+    """The plain tensors in ``state``, as far as dicts, lists and tuples lead to them."""
+    found, seen, todo = [], set(), [state]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            if _is_plain(value):
+                found.append(value)
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            todo.extend(value.values() if isinstance(value, dict) else value)
+    return found
 
 
 _POINTER = "latest.json"
@@ -923,6 +1113,7 @@ class Trainer:
 
         A second call goes on: with ``exact_resume`` in the same epoch, else the loader restarts.
         (When a step has raised, the next call goes on with the next batch.)
+        Returns when the last save is on the disk; CheckpointError if that failed in the background.
         RuntimeError when fp16 overflows 100 times in a row. ValueError for a loader without
         batches, or a loss that is not a scalar that requires grad.
         """
@@ -937,6 +1128,8 @@ class Trainer:
                 loss, reason = self._loop(max_steps, signals)
                 if self.save_final or signals:
                     self._save(self.step > 0 and self.step != self._saved_step)
+                if self.checkpoint_manager is not None:
+                    self.checkpoint_manager.wait()
         final_loss = None if loss is None else float(loss)
         elapsed = time.perf_counter() - began
         return TrainResult(self.step, self.samples, self.tokens, final_loss, elapsed, reason)
@@ -956,7 +1149,7 @@ class Trainer:
         if state is None:
             if self.checkpoint_manager is None:
                 raise ValueError("resume() needs a state or a checkpoint_manager")
-            path, state = self.checkpoint_manager._load_latest(fallback)
+            path, state = self.checkpoint_manager._load_latest(fallback, mapped=True)
             if state is None:
                 return False
             source = str(path)
@@ -970,6 +1163,8 @@ class Trainer:
             log.warning("%s differs from this run: %s", source, "; ".join(notes))
         try:
             with contextlib.ExitStack() as undo:
+                if path is not None:
+                    self._unmap(state)
                 self._restore(state, undo)
                 undo.pop_all()
         except Exception as error:  # from code that is not ours: a loader, an object in extra_state
@@ -1157,6 +1352,19 @@ class Trainer:
             if ours is not None and state.get(name) is not None:
                 notes += _differences(name, state[name], ours)
         return notes
+
+    def _unmap(self, state: dict) -> None:
+        """Copy out of the mapped file what code that is not ours may keep, and the file with it."""
+        used = {**dict.fromkeys(self._loaded_by_fit() | {"data"}), **self._parts()}
+        for prefix, holder in {"": state, "extra ": state.get("extra") or {}}.items():
+            for name in [name for name in holder if f"{prefix}{name}" in used]:
+                part, value = used[f"{prefix}{name}"], holder[name]
+                if isinstance(part, torch.nn.Module):
+                    for key in value:
+                        if key.endswith("_extra_state"):  # what set_extra_state gets
+                            value[key] = copy.deepcopy(value[key])
+                elif not isinstance(part, torch.optim.Optimizer):
+                    holder[name] = copy.deepcopy(value)
 
     def _restore(self, state: dict, undo: contextlib.ExitStack) -> None:
         """Load what _compare found to fit: code that may yet refuse it first, the models last."""

@@ -550,7 +550,8 @@ def _own(live: Any, saved: Any) -> Any:
 
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not _is_plain(tensor) or {tensor.device.type, device.type} != {"cpu"}:
+    on_cpu = {tensor.device.type, device.type} == {"cpu"}
+    if not (on_cpu and _is_plain(tensor) and tensor.nbytes >= _HUGE):
         return tensor.to(device, copy=True)
     strides = torch.empty_like(tensor, device="meta").stride()
     storage = _new_buffer(tensor.nbytes).untyped_storage()
@@ -564,10 +565,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
+_HUGE = 1 << 22  # bytes from which on NumPy asks for huge pages
+
+
 def _new_buffer(size: int) -> torch.Tensor:
     """``size`` bytes that begin at a multiple of 64, as torch's own do.
 
-    From NumPy, which asks Linux for huge pages: their first touch takes a fraction of the time.
+    From NumPy, which asks Linux for huge pages: to touch them first takes a fraction of the time.
     """
     memory = np.empty(size + 63, np.uint8)
     start = -memory.ctypes.data % 64
@@ -937,7 +941,7 @@ class _Snapshot:
         if spare.get((size, cuda)):
             buffer = spare[size, cuda].pop()
         elif cuda:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
             buffer = _new_buffer(size)
         self._buffers[size, cuda].append(buffer)

@@ -55,6 +55,10 @@ forks.set_forkserver_preload(["torch", "torch._dynamo", "test_ckpt"])  # optimiz
 # --------------------------------------------------------------------------------------------------
 def in_child(function, *args, exitcode=0, meanwhile=lambda: None):
     """Run function(*args) in a new process and look at how it ended: -9 is a real SIGKILL."""
+    assert exitcode_of(function, *args, meanwhile=meanwhile) == exitcode
+
+
+def exitcode_of(function, *args, meanwhile=lambda: None):
     with tempfile.TemporaryDirectory() as scratch:  # for what a killed process cannot clean up
         process = forks.Process(target=in_scratch, args=(scratch, function, *args))
         process.start()
@@ -64,7 +68,7 @@ def in_child(function, *args, exitcode=0, meanwhile=lambda: None):
         finally:
             process.kill()
             process.join()
-    assert process.exitcode == exitcode
+    return process.exitcode
 
 
 def in_scratch(scratch, function, *args):
@@ -1462,15 +1466,6 @@ def check_all(root):
             check_what_is_left(directory, directory.with_suffix(".reported"))
 
 
-def exit_status(function, *args):
-    process = forks.Process(target=function, args=args)
-    process.start()
-    process.join(50)
-    process.kill()
-    process.join()
-    return process.exitcode
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_at_any_file_operation(tmp_path, background):
@@ -1479,7 +1474,7 @@ def test_killed_at_any_file_operation(tmp_path, background):
         number += 1
         directory = tmp_path / f"{number:03}"
         reported = directory.with_suffix(".reported")
-        status = exit_status(save_until_killed, directory, reported, number, background)
+        status = exitcode_of(save_until_killed, directory, reported, number, background)
     assert status == 0
     assert number > 80  # so many were killed; this one got through
     in_child(check_all, tmp_path)
@@ -3387,6 +3382,172 @@ def test_resume_restores_the_generators_at_once(tmp_path):
     other = make(tmp_path)
     other.resume()
     assert draw() == expected
+
+
+def is_mapped(path):
+    """Whether this process has the file, or what is left of it, in its memory."""
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+class Keeps:
+    """Keeps what it is given, and notes whether the checkpoint is mapped meanwhile."""
+
+    def __init__(self, path, seen):
+        self.path, self.seen, self.state = path, seen, {"w": [torch.arange(5.0)]}
+
+    def start(self): ...
+    def stop(self): ...
+    def after_optimizer_step(self, model, step): ...
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.seen.append(is_mapped(self.path))
+        self.state = state
+
+
+class KeepingModel(Loss):
+    """A model whose extra state is a tensor, which it keeps."""
+
+    extra = torch.arange(3.0)
+
+    def get_extra_state(self):
+        return {"a": self.extra}
+
+    def set_extra_state(self, state):
+        self.extra = state["a"]
+
+
+class KeepingLoader(Keeps):
+    def __iter__(self):
+        return iter(DataLoader(regression(), batch_size=2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_resume_maps_the_file_and_lets_go_of_it_whoever_keeps_what_he_gets(tmp_path):
+    def build():
+        seen = []
+        model = KeepingModel()
+        rate = torch.tensor(0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=False, foreach=False)
+        extra = {"kept": Keeps(path, seen), "model": KeepingModel()}
+        extra["second"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return seen, Trainer(
+            model, optimizer, KeepingLoader(path, seen), coordinator=Keeps(path, seen),
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3), extra_state=extra,
+            checkpoint_manager=CheckpointManager(tmp_path, every_steps=2, fsync=False),
+            exact_resume=True, on_step=lambda trainer, loss: extra["second"].step(),
+        )  # fmt: skip
+
+    path = tmp_path / "step_000000000002.pt"
+    _, first = build()
+    first.fit(2)
+    seen, trainer = build()
+    assert trainer.resume()
+    assert seen == [True, True]
+    assert not is_mapped(path)
+    expected = torch.load(path)
+    path.unlink()
+    assert not is_mapped(path)
+    same(trainer.state_dict(), expected)
+    trainer.fit(3)  # which gives the coordinator what was kept for it
+    assert seen == [True, True, False]
+    same(trainer.coordinator.state, {"w": [torch.arange(5.0)]})
+
+
+def test_a_resume_that_is_refused_lets_go_of_the_file_too(tmp_path):
+    make(tmp_path).fit(1)
+    trainer = make(tmp_path)
+    trainer.model.net[0] = nn.Linear(3, 5)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        trainer.resume()
+    assert not is_mapped(tmp_path / "step_000000000001.pt")
+
+
+def test_what_load_latest_returns_does_not_hold_the_file(tmp_path):
+    manager = manager_with(tmp_path, [1])
+    state = manager.load_latest()
+    assert not is_mapped(manager.path_for(1))
+    assert state == {"step": 1}
+
+
+class Convolution(nn.Module):
+    """Its one weight is above 4 MiB, and in another order of strides."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        weight = torch.zeros(512, 256, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return (self.weight * x).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_optimizer_state_keeps_its_strides_and_is_resumed_to_the_bit(tmp_path, dtype):
+    def build():
+        model = Convolution(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        manager = CheckpointManager(tmp_path, every_steps=1, fsync=False)
+        return Trainer(model, optimizer, ones(2), checkpoint_manager=manager)
+
+    first, second = build(), build()
+    first.fit(2)
+    assert second.resume()
+    same(second.state_dict(), first.state_dict())
+    moment = second.optimizer.state[second.model.weight]["exp_avg"]
+    assert moment.stride() == first.optimizer.state[first.model.weight]["exp_avg"].stride()
+    assert moment.data_ptr() % 64 == 0
+    first.fit(3)
+    second.fit(3)
+    same(second.state_dict(), first.state_dict())
+
+
+def memory_of(function, size):
+    """The most memory that function() had beyond what it found, in parts of size; files mapped
+    into it are not counted."""
+
+    def anonymous():
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) * 1024
+
+    def watch():
+        while not done:
+            peaks.append(anonymous())
+
+    before, peaks, done = anonymous(), [0], []
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    function()
+    done.append(True)
+    watcher.join()
+    return (max(peaks) - before) / size
+
+
+def save_and_resume_large(directory):
+    def build():
+        model = nn.ParameterList([torch.ones(2_000_000) for _ in range(8)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        manager = CheckpointManager(directory, fsync=False)
+        return Trainer(model, optimizer, ones(1), checkpoint_manager=manager)
+
+    size, trainer = 12 * 16_000_000, build()
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    trainer.step = 1
+    manager = trainer.checkpoint_manager
+    assert memory_of(lambda: manager.save(1, trainer.state_dict()), size) < 0.05
+    resumed = build()
+    assert 0.6 < memory_of(resumed.resume, size) < 0.75  # 2/3 is what the optimizer has from now on
+    same(resumed.optimizer.state_dict(), trainer.optimizer.state_dict())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_saving_takes_no_memory_and_resuming_no_more_than_the_optimizer_needs(tmp_path):
+    in_child(save_and_resume_large, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -643,15 +643,15 @@ class CheckpointManager:
 
         In the background: waits for the write in flight, copies and returns; the file will be
         there when :meth:`wait` has returned. What is on a GPU is saved as CPU tensors. A write that
-        failed is a CheckpointError of the next save, wait or close, instead of what they do.
+        failed is a CheckpointError of the next save, wait, close or copy_to, in place of its work.
         """
+        step = _check_int("step", step, 0)
         path = self.path_for(step)
         self.wait()
         if self.background and threading.main_thread().is_alive():
             job = (step, path, self._snapshot.take(state))
-            writer = threading.Thread(target=self._write_behind, args=job)
-            writer.start()  # not a daemon: the interpreter ends only after it
-            self._writer = writer
+            self._writer = threading.Thread(target=self._write_behind, args=job)
+            self._writer.start()  # not a daemon: the interpreter ends only after it
         else:  # at the interpreter's end nobody would wait for a new thread
             self._write(step, path, state)
         return path
@@ -661,8 +661,8 @@ class CheckpointManager:
         self._join()
         if self._failed is not None:
             (step, path, error), self._failed = self._failed, None
-            message = f"the background save of step {step} failed: {error}; earlier checkpoints"
-            raise CheckpointError(f"{message} are as they were", path=path, step=step) from error
+            message = f"the background save of step {step} failed: {error}; the one before it is"
+            raise CheckpointError(f"{message} still good", path=path, step=step) from error
 
     def close(self) -> None:
         """:meth:`wait`, and free the memory of background saves. (A later save is no error.)"""
@@ -729,7 +729,8 @@ class CheckpointManager:
 
     def _join(self) -> None:
         if self._writer is not None:
-            self._writer.join()
+            with contextlib.suppress(RuntimeError):  # interrupted before it had started
+                self._writer.join()
             self._writer = None
 
     def _write_behind(self, step: int, path: Path, state: dict) -> None:
@@ -741,7 +742,7 @@ class CheckpointManager:
 
     def _write(self, step: int, path: Path, state: dict) -> None:
         existed = path.exists()
-        pointer = {"step": operator.index(step), "file": path.name}
+        pointer = {"step": step, "file": path.name}
         try:
             atomic_torch_save(state, path, fsync=self.fsync)
             atomic_json_dump(pointer, self.directory / _POINTER, fsync=self.fsync)

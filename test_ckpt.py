@@ -437,6 +437,27 @@ def test_readers_never_see_a_part_of_the_pointer(tmp_path):
     assert listing(tmp_path) == ["latest.json"]
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="not on this system")
+def test_large_files_start_for_the_disk_while_they_are_written(tmp_path, monkeypatch):
+    def advise(descriptor, offset, length, advice):
+        assert os.fstat(descriptor).st_size >= offset + length - io.DEFAULT_BUFFER_SIZE
+        advised.append((offset, offset + length))
+        raise OSError(errno.EINVAL, "not here")  # which is no reason not to save
+
+    advised = []
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(ckpt, "_PIECE", 1 << 16)
+    state = [torch.ones(1 << 15), *torch.ones(9, 1 << 11).unbind(), torch.ones(3)]
+    ckpt.atomic_torch_save(state, tmp_path / "x.pt")
+    assert advised[0][0] == 0
+    assert all(start == end for (_, end), (start, _) in itertools.pairwise(advised))
+    assert advised[-1][1] > 3 << 16
+    assert len(advised) == 3
+    same(torch.load(tmp_path / "x.pt"), state)
+    ckpt.atomic_torch_save(state, tmp_path / "x.pt", fsync=False)
+    assert len(advised) == 3
+
+
 def test_threads_that_save_to_one_path_leave_one_whole_file(tmp_path):
     def save(value):
         for _ in range(20):

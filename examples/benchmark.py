@@ -1,6 +1,6 @@
 """How fast saving, resuming and training are, each beside the fastest that the machine can do.
 
-    python examples/benchmark.py            # 1 GB of state, a few minutes
+    python examples/benchmark.py            # 1 GB of state; half an hour
     python examples/benchmark.py --gb 4 --only resume
 
 Every row is a ratio of medians, limit / contender: 1.0 is as fast as the limit, 0.5 takes twice as
@@ -48,7 +48,7 @@ def model_and_optimizer(gb, tensors):
 
 def trained(gb, tensors):
     model, optimizer = model_and_optimizer(gb, tensors)
-    for weight in model.parameters():  # one by one, for less memory
+    for weight in model.parameters():
         weight.grad = torch.rand_like(weight)
     optimizer.step()
     optimizer.zero_grad()
@@ -299,7 +299,8 @@ def reading(args):
 
 def ours_resume(args):
     manager = ckpt.CheckpointManager(args.directory / str(os.getpid()))
-    manager.save(1, {**make_state(args), "step": 1, "samples": 1, "tokens": 1})
+    counters = {"step": 1, "samples": 1, "tokens": 1, "rng": ckpt.capture_rng_state()}
+    manager.save(1, {**make_state(args), **counters})
     return resumes(
         args, lambda *made: ckpt.Trainer(*made, [0], checkpoint_manager=manager).resume()
     )
@@ -516,6 +517,10 @@ ROWS = {
 }
 
 
+# Rows in which the first time in a process counts, and what we promise for it
+FIRST = {"stall": 0.15, "resume": None}
+
+
 # --------------------------------------------------------------------------------------------------
 # Measuring, one contender at a time
 # --------------------------------------------------------------------------------------------------
@@ -525,18 +530,15 @@ def run_child(args):
     _, _, limit, _, ours, others = ROWS[row]
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # for what libraries print
-    try:
-        for run in {"limit": limit, "ours": ours, **others}[name](args):
-            os.sync()  # so that nothing is left to write meanwhile
-            print("ready", file=results)
-            if not sys.stdin.readline():
-                break
-            started = time.perf_counter()
-            result = run()
-            elapsed = time.perf_counter() - started
-            print(result if isinstance(result, float) else elapsed, file=results)
-    except ImportError as error:
-        print(f"{name} is left out: {error}", file=sys.stderr)
+    for run in {"limit": limit, "ours": ours, **others}[name](args):
+        os.sync()  # so that nothing is left to write meanwhile
+        print("ready", file=results)
+        if not sys.stdin.readline():
+            break
+        started = time.perf_counter()
+        result = run()
+        elapsed = time.perf_counter() - started
+        print(result if isinstance(result, float) else elapsed, file=results)
 
 
 def run(row, name, args, times=3):
@@ -547,11 +549,14 @@ def run(row, name, args, times=3):
     command = [sys.executable, __file__, "--child", row, name, "--gb", str(args.gb)]
     command += ["--tensors", str(args.tensors), "--steps", str(args.steps)]
     command += ["--directory", str(args.directory)]
-    pipe, found = subprocess.PIPE, []
-    # A virtual machine gets memory from its host when it is first touched, slowly: not our subject.
-    touch = f"import numpy; numpy.ones(int({4 * args.gb} * 10**9), 'u1')"
-    subprocess.run([sys.executable, "-c", touch], check=True)
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as child:
+    found = []
+    pipes = dict.fromkeys(["stdin", "stdout"], subprocess.PIPE)
+    pipes["stderr"] = subprocess.DEVNULL  # libraries are talkative
+    # A virtual machine gets memory from its host when it is first touched, slowly: not our matter.
+    if row in FIRST:
+        touch = f"import numpy; numpy.ones({int(4e9 * args.gb)}, 'u1')"
+        subprocess.run([sys.executable, "-c", touch], check=True)
+    with subprocess.Popen(command, **pipes, text=True, bufsize=1) as child:
         while child.stdout.readline() == "ready\n" and len(found) < times:
             reply = []
             waiter = threading.Thread(target=lambda: reply.append(child.stdout.readline()))  # noqa: B023
@@ -588,6 +593,9 @@ def measure(row, args):
                 first.append(found[0])
                 later += found[1:]
             else:
+                print(
+                    f"left out: {name}, not installed? See --child {row} {name!r}", file=sys.stderr
+                )
                 names.remove(name)
     return measured
 
@@ -612,14 +620,10 @@ def table(row, args):
 
 
 def line(what, against, values, promised):
-    others = [
-        f"{name} {value:.2f}" for name, value in values.items() if name not in ("limit", "ours")
-    ]
+    ours, _ = values.pop("ours"), values.pop("limit")
+    others = ", ".join(f"{name} {values[name]:.2f}" for name in sorted(values))
     promise = "" if promised is None else f"{promised:.2f}"
-    return f"| {what} | {against} | {values['ours']:.2f} | {promise} | {', '.join(others)} |"
-
-
-FIRST = {"stall": 0.15, "resume": None}
+    return f"| {what} | {against} | {ours:.2f} | {promise} | {others} |"
 
 
 def import_cost(args):
@@ -639,9 +643,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000, help="of the trainer loop")
     parser.add_argument("--only", nargs="+", choices=[*ROWS, "import"], default=[*ROWS, "import"])
-    parser.add_argument(
-        "--directory", type=Path, default=Path(), help="where to save: on the disk to measure"
-    )
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     parser.add_argument("--tensors", type=int, default=24, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -653,10 +655,9 @@ def main():
             if row == "import":
                 lines.append(import_cost(args))
                 continue
-            options = (
-                {"gb": 0.24 * min(args.gb, 1), "tensors": 5000} if row.startswith("small") else {}
-            )
-            row_args = argparse.Namespace(**{**vars(args), "directory": Path(directory), **options})
+            row_args = argparse.Namespace(**{**vars(args), "directory": Path(directory)})
+            if row.startswith("small"):  # a weight, two moments and a step of each
+                row_args.gb, row_args.tensors = 0.24 * min(args.gb, 1), 5000
             for new in table(row, row_args):
                 print(new, file=sys.stderr, flush=True)
                 lines.append(new)

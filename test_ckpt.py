@@ -1093,6 +1093,9 @@ def everything():
     nested.note = "an attribute"
     loop = [torch.ones(2)]
     loop.append(loop)
+    tagged = torch.ones(2)
+    tagged.note = "an attribute"
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
     return {
         "views": [base, base[3:9:2], base[:0], base.view(5, 8)[:, 1]],
         "kinds": [torch.ones(2, dtype=t) for t in (torch.bfloat16, torch.int8, torch.bool)],
@@ -1104,7 +1107,10 @@ def everything():
         "branch": torch.ones(2, requires_grad=True) * 2,
         "parameter": nn.Parameter(torch.ones(3)),
         "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
-        "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+        "conjugate": conjugate,
+        "negative": conjugate.imag,
+        "meta": torch.ones(2, device="meta"),
+        "tagged": tagged,
         "sparse": torch.eye(3).to_sparse(),
         "storage": base.untyped_storage(),
         "counts": collections.Counter("abca"),
@@ -1117,11 +1123,8 @@ def everything():
 
 def test_the_file_is_byte_for_byte_that_of_a_save_in_the_foreground(tmp_path):
     state = everything()
-    del (
-        state["conjugate"],
-        state["storage"],
-        state["namespace"],
-    )  # which torch copies in its own way
+    for name in ("conjugate", "negative", "storage", "namespace"):
+        del state[name]  # which torch copies in its own way
     path = CheckpointManager(tmp_path / "front").save(1, state)
     with behind(tmp_path / "back") as manager:
         for step in (1, 2):  # into fresh memory, and into what the first one used
@@ -1143,7 +1146,10 @@ def test_every_kind_of_tensor_survives(tmp_path):
         assert loaded[name].stride() == state[name].stride()
         assert type(loaded[name]) is type(state[name])
         assert loaded[name].requires_grad == state[name].requires_grad
-    assert torch.equal(loaded["conjugate"], state["conjugate"])
+    assert loaded["conjugate"].tolist() == [1 - 2j, 3 + 4j]
+    assert loaded["negative"].tolist() == [-2, 4]
+    assert loaded["meta"].is_meta
+    assert loaded["tagged"].note == "an attribute"
     assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
     assert torch.equal(loaded["namespace"].weight, state["namespace"].weight)
     assert loaded["loop"][1] is loaded["loop"]
@@ -2748,6 +2754,33 @@ def test_the_loaded_state_is_neither_kept_nor_shared(tmp_path):
     del state, tensors, entry
     gc.collect()
     assert [ref for ref in alive if ref() is not None] == []
+
+
+class Remembering(torch.optim.SGD):
+    """Has a tensor where only code of its own knows of it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                note = types.SimpleNamespace(last=parameter.detach().clone())
+                self.state[parameter]["note"] = note
+
+
+def test_a_tensor_inside_an_object_in_the_optimizer_state_is_not_shared(tmp_path):
+    def build():
+        model = Weight(2.0)
+        manager = CheckpointManager(tmp_path, every_steps=1)
+        optimizer = Remembering(model.parameters(), lr=1.0)
+        return Trainer(model, optimizer, ones(1), checkpoint_manager=manager)
+
+    build().fit(1)
+    trainer = build()
+    state = trainer.checkpoint_manager.load_latest()
+    trainer.resume(state)
+    state["optimizer"]["state"][0]["note"].last.zero_()
+    assert trainer.optimizer.state[trainer.model.w]["note"].last.item() == 2.0
+    trainer.resume()
+    assert not is_mapped(tmp_path / "step_000000000001.pt")
 
 
 def test_a_compiled_model_and_a_plain_one_resume_each_other(tmp_path):

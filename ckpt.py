@@ -40,6 +40,7 @@ import copy
 import dataclasses
 import errno
 import functools
+import io
 import json
 import logging
 import multiprocessing.util
@@ -184,8 +185,8 @@ def _write_atomically(
     while _in_use.setdefault(temporary, owner) is not owner:  # another thread writes the same file
         temporary += "0"
     try:
-        with open(temporary, "wb") as file:
-            write(_Eager(file) if fsync else file)
+        with io.BufferedWriter(_EagerFile(temporary, fsync), 1 << 20) as file:
+            write(file)
             if fsync:
                 file.flush()
                 os.fsync(file.fileno())
@@ -204,23 +205,24 @@ def _write_atomically(
         _sync_directory(path.parent)
 
 
-class _Eager:
-    """A file whose bytes start for the disk as they come, so that fsync finds little left to do."""
+class _EagerFile(io.FileIO):
+    """A new file whose bytes start for the disk as they come, so that fsync finds few left."""
 
-    def __init__(self, file: BinaryIO):
-        self._file, self.flush = file, file.flush
+    def __init__(self, path: str, eager: bool):
+        super().__init__(path, "w")
+        self._eager = eager and hasattr(os, "posix_fadvise")
         self._sent = self._written = 0
 
-    def write(self, data: bytes | memoryview) -> int:
-        for start in range(0, len(data), _PIECE):
-            self._written += self._file.write(data[start : start + _PIECE])
-            if self._written - self._sent >= _PIECE and hasattr(os, "posix_fadvise"):
-                # "Not needed" makes Linux write at once; what it has not written yet stays cached.
-                advice = self._sent, self._written - self._sent, os.POSIX_FADV_DONTNEED
-                with contextlib.suppress(OSError):  # it is only advice
-                    os.posix_fadvise(self._file.fileno(), *advice)
-                self._sent = self._written
-        return len(data)
+    def write(self, data: memoryview) -> int:
+        written = super().write(data[:_PIECE])
+        self._written += written
+        if self._eager and self._written - self._sent >= _PIECE:
+            # "Not needed" makes Linux write at once; what it has not written yet stays cached.
+            advice = self._sent, self._written - self._sent, os.POSIX_FADV_DONTNEED
+            with contextlib.suppress(OSError):  # it is only advice
+                os.posix_fadvise(self.fileno(), *advice)
+            self._sent = self._written
+        return written
 
 
 _PIECE = 1 << 25  # bytes

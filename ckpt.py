@@ -563,7 +563,7 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its storage, dtype, offset, size and strides are all there is to it."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.__dict__
-    plain = plain and tensor.layout == torch.strided and not tensor.is_meta
+    plain = plain and tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested)
     return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
@@ -617,13 +617,14 @@ class CheckpointManager:
         keep_every: int | None = None,
         weights_only: bool = False,
     ):
-        self.directory = Path(directory)
+        # Absolute where a thread writes later on, when the working directory may be another.
+        self.directory = Path(directory).absolute() if background else Path(directory)
         self.every_steps = _check_int("every_steps", every_steps, 1)
         self.keep_last = None if keep_last is None else _check_int("keep_last", keep_last, 1)
         self.keep_every = None if keep_every is None else _check_int("keep_every", keep_every, 1)
         self.enabled, self.fsync, self.background = enabled, fsync, background
         self.weights_only = weights_only
-        self._writer: threading.Thread | None = None  # the write in flight
+        self._writing: _Writing | None = None  # the write in flight
         self._failed: tuple[int, Path, BaseException] | None = None  # what became of the last one
         self._snapshot = _Snapshot()
         self._rewound = False  # whether the last save was below the newest: warned about once
@@ -651,9 +652,9 @@ class CheckpointManager:
         path = self.path_for(step)
         self.wait()
         if self.background and threading.main_thread().is_alive():
-            job = (step, path, self._snapshot.take(state))
-            self._writer = threading.Thread(target=self._write_behind, args=job)
-            self._writer.start()  # not a daemon: the interpreter ends only after it
+            copied = self._snapshot.take(state)
+            self._writing = _Writing(lambda: self._write_behind(step, path, copied))
+            self._writing.thread.start()
         else:  # at the interpreter's end nobody would wait for a new thread
             self._write(step, path, state)
         return path
@@ -663,8 +664,9 @@ class CheckpointManager:
         self._join()
         if self._failed is not None:
             (step, path, error), self._failed = self._failed, None
-            message = f"the background save of step {step} failed: {error}; the one before it is"
-            raise CheckpointError(f"{message} still good", path=path, step=step) from error
+            message = f"the background save of step {step} failed: {error}; the checkpoint before"
+            message += " it is good, and what this call is for has not been done"
+            raise CheckpointError(message, path=path, step=step) from error
 
     def close(self) -> None:
         """:meth:`wait`, and free the memory of background saves. (A later save is no error.)"""
@@ -677,10 +679,11 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None:
+        try:
             self.close()
-        else:  # which is not to be hidden by that of a write, which was logged
-            self._join()
+        except CheckpointError:  # it was logged, and is not to hide what happened in the block
+            if error is None:
+                raise
 
     def load_latest(self, *, fallback: bool = False) -> dict | None:
         """The latest checkpoint, on the CPU, or None when the directory holds none.
@@ -730,10 +733,9 @@ class CheckpointManager:
         raise CheckpointError(f"{self.directory} holds no checkpoint to copy", path=self.directory)
 
     def _join(self) -> None:
-        if self._writer is not None:
-            with contextlib.suppress(RuntimeError):  # interrupted before it had started
-                self._writer.join()
-            self._writer = None
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
 
     def _write_behind(self, step: int, path: Path, state: dict) -> None:
         try:
@@ -800,7 +802,7 @@ class CheckpointManager:
 
     def _load_latest(self, fallback: bool, mapped: bool) -> tuple[Path | None, dict | None]:
         self._join()
-        failed: dict[Path, CheckpointError] = {}
+        failed: list[Path] = []
         while (path := self._next_newest(failed)) is not None:
             try:
                 if fallback:
@@ -811,15 +813,17 @@ class CheckpointManager:
                     continue
                 if not fallback:
                     raise
-                log.warning("trying an older checkpoint: %s", error)
-                failed[path] = error
+                log.warning(
+                    "trying an older checkpoint: %s", str(error)
+                )  # whose traceback holds us
+                failed.append(path)
         if failed:
             names = ", ".join(path.name for path in failed)
             message = f"no checkpoint in {self.directory} can be loaded: {names}; each was logged"
-            raise CheckpointError(message, path=self.directory) from list(failed.values())[-1]
+            raise CheckpointError(message, path=self.directory)
         return None, None
 
-    def _next_newest(self, failed: Mapping) -> Path | None:
+    def _next_newest(self, failed: list[Path]) -> Path | None:
         """The latest file, or the one of the highest lower step that has not failed yet."""
         latest = self._latest()
         if latest not in failed:
@@ -910,39 +914,51 @@ class CheckpointManager:
                     _remove(path)
 
 
+class _Writing:
+    """A thread that runs ``work``, which must not raise; the interpreter ends only after it."""
+
+    def __init__(self, work: Callable[[], Any]):
+        self._pid, self._done = os.getpid(), threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(work,))
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        finally:
+            self._done.set()
+
+    def join(self) -> None:
+        """Not ``Thread.join``: interrupted by Ctrl-C, that takes the thread for ended for ever."""
+        while self._pid == os.getpid() and not self._done.wait(1):
+            if self.thread.ident is None:  # interrupted before it was started
+                return
+
+
 class _Snapshot:
-    """Copies of a state, whose memory is kept: to touch it first takes longer than to copy."""
+    """Copies of states, in memory that is kept: to touch it first takes longer than to copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, bool], list[torch.Tensor]] = {}  # by size, and if pinned
+        self._spare: dict[tuple[int, bool], list[torch.Tensor]] = {}
 
     def take(self, state: Any) -> Any:
-        """``state`` as it is now, on the CPU; it holds until the next one is taken.
-
-        Tensors that share a storage do so in the copy. What else there is, is deep-copied.
-        """
-        spare, self._buffers = self._buffers, defaultdict(list)
-        tensors, storages, copies = _tensors_in(state), {}, {}
-        for tensor in tensors:
-            live = tensor.untyped_storage()
-            if live._cdata not in storages:
-                storages[live._cdata] = self._copy(live, spare)
-            offset, strides = tensor.storage_offset(), tensor.stride()
-            copied = _tensor_over(storages[live._cdata], tensor, offset, strides)
-            if isinstance(tensor, torch.nn.Parameter):
-                copied = torch.nn.Parameter(copied, tensor.requires_grad)
-            copies[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        """``state`` as it is now, with tensors on the CPU; it holds until the next one is taken."""
+        self._spare, self._buffers = self._buffers, defaultdict(list)
+        pickled = io.BytesIO()
+        pickler = _TensorPickler(pickled, self._copy)
+        pickler.dump(state)
+        self._spare.clear()
+        for device in pickler.devices:
             torch.cuda.current_stream(device).synchronize()
-        return copy.deepcopy(state, copies)
+        pickled.seek(0)
+        return _TensorUnpickler(pickled, pickler.copies).load()
 
-    def _copy(self, live: torch.UntypedStorage, spare: dict) -> torch.UntypedStorage:
-        cuda = live.device.type == "cuda"
-        if not cuda and live.device.type != "cpu":
+    def _copy(self, live: torch.UntypedStorage) -> torch.UntypedStorage:
+        cuda, size = live.device.type == "cuda", live.nbytes()
+        if live.device.type not in ("cpu", "cuda"):
             return live.cpu()
-        size = live.nbytes()
-        if spare.get((size, cuda)):
-            buffer = spare[size, cuda].pop()
+        if self._spare.get((size, cuda)):
+            buffer = self._spare[size, cuda].pop()
         elif cuda:
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
@@ -956,18 +972,56 @@ class _Snapshot:
         return buffer.untyped_storage()
 
 
-def _tensors_in(state: Any) -> list[torch.Tensor]:
-    """The plain tensors in ``state``, as far as dicts, lists and tuples lead to them."""
-    found, seen, todo = [], set(), [state]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, torch.Tensor):
-            if _is_plain(value):
-                found.append(value)
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            todo.extend(value.values() if isinstance(value, dict) else value)
-    return found
+class _TensorPickler(pickle.Pickler):
+    """Pickles what torch.save would, but for tensors and storages: those it copies."""
+
+    def __init__(self, file: BinaryIO, copy_storage: Callable):
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._copy_storage, self._storages = copy_storage, {}
+        self._kept: list[Any] = []  # so that no other object gets the id of one of them
+        self.copies: dict[int, Any] = {}
+        self.devices: set[torch.device] = set()  # whose streams are still copying
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)):
+            return None
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and not _is_plain(value):
+            return None  # made of others, or of its storage: pickle asks for those
+        if id(value) not in self.copies:
+            live = value.untyped_storage() if is_tensor else value
+            storage = self._copied(getattr(live, "_untyped_storage", live))
+            self._kept.append(value)
+            self.copies[id(value)] = self._remade(value, storage)
+        return id(value)
+
+    def _copied(self, live: torch.UntypedStorage) -> torch.UntypedStorage:
+        if live._cdata not in self._storages:
+            self._kept.append(live)
+            self._storages[live._cdata] = self._copy_storage(live)
+            if live.device.type == "cuda":
+                self.devices.add(live.device)
+        return self._storages[live._cdata]
+
+    def _remade(self, value: Any, storage: torch.UntypedStorage) -> Any:
+        if isinstance(value, torch.UntypedStorage):
+            return storage
+        if isinstance(value, torch.storage.TypedStorage):
+            kind = torch.storage.TypedStorage
+            return kind(wrap_storage=storage, dtype=value.dtype, _internal=True)
+        tensor = _tensor_over(storage, value, value.storage_offset(), value.stride())
+        if isinstance(value, torch.nn.Parameter):
+            return torch.nn.Parameter(tensor, value.requires_grad)
+        return tensor.requires_grad_(value.requires_grad)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, copies: Mapping):
+        super().__init__(file)
+        self._copies = copies
+
+    def persistent_load(self, key: int) -> Any:
+        return self._copies[key]
 
 
 _POINTER = "latest.json"
@@ -1366,12 +1420,12 @@ class Trainer:
         for prefix, holder in {"": state, "extra ": state.get("extra") or {}}.items():
             for name in [name for name in holder if f"{prefix}{name}" in used]:
                 part, value = used[f"{prefix}{name}"], holder[name]
-                if isinstance(part, torch.nn.Module):
+                if not _loads_like_torch(part):
+                    holder[name] = copy.deepcopy(value)
+                elif isinstance(part, torch.nn.Module):
                     for key in value:
                         if key.endswith("_extra_state"):  # what set_extra_state gets
                             value[key] = copy.deepcopy(value[key])
-                elif not isinstance(part, torch.optim.Optimizer):
-                    holder[name] = copy.deepcopy(value)
 
     def _restore(self, state: dict, undo: contextlib.ExitStack) -> None:
         """Load what _compare found to fit: code that may yet refuse it first, the models last."""
@@ -1706,6 +1760,26 @@ def _set_state(part: Any, saved: Any, undo: contextlib.ExitStack) -> None:
             log.debug("loading %s could not be undone: %r", type(part), error)
         is_scheduler = isinstance(part, torch.optim.lr_scheduler.LRScheduler)
         part.load_state_dict(copy.deepcopy(saved) if is_scheduler else saved)  # it keeps the lists
+
+
+def _loads_like_torch(part: Any) -> bool:
+    """Whether only code of torch sees what is loaded, which copies it (or our own code does)."""
+    if isinstance(part, torch.nn.Module):
+        return type(part).load_state_dict is torch.nn.Module.load_state_dict and not any(
+            module._load_state_dict_pre_hooks
+            or module._load_state_dict_post_hooks
+            or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+            for module in part.modules()
+        )
+    if isinstance(part, torch.optim.Optimizer):
+        kind = type(part)
+        hooks = (
+            part._optimizer_load_state_dict_pre_hooks,
+            part._optimizer_load_state_dict_post_hooks,
+        )
+        torchs = kind.load_state_dict is torch.optim.Optimizer.load_state_dict
+        return torchs and kind.__setstate__.__module__.startswith("torch.optim") and not any(hooks)
+    return False
 
 
 def _flat(state: Mapping) -> dict:

@@ -18,6 +18,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import pickletools
 import random
 import re
@@ -31,6 +32,7 @@ import tempfile
 import threading
 import time
 import types
+import warnings
 import weakref
 import zipfile
 from pathlib import Path
@@ -1085,6 +1087,10 @@ def test_file_pointer_and_payload_say_the_step_of_the_call(tmp_path, gate):
     same(trainer.checkpoint_manager.load_latest(), expected.checkpoint_manager.load_latest())
 
 
+class Kind(torch.Tensor):
+    """A tensor of a kind of its own."""
+
+
 def everything():
     """A state with all kinds of tensors and other things in it."""
     base = torch.arange(40.0)
@@ -1096,6 +1102,10 @@ def everything():
     tagged = torch.ones(2)
     tagged.note = "an attribute"
     conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is in beta
+        sparse_rows = torch.eye(3).to_sparse_csr()
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     return {
         "views": [base, base[3:9:2], base[:0], base.view(5, 8)[:, 1]],
         "kinds": [torch.ones(2, dtype=t) for t in (torch.bfloat16, torch.int8, torch.bool)],
@@ -1108,11 +1118,15 @@ def everything():
         "parameter": nn.Parameter(torch.ones(3)),
         "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
         "conjugate": conjugate,
-        "negative": conjugate.imag,
+        "negative": conjugate.clone().conj().imag,
         "meta": torch.ones(2, device="meta"),
         "tagged": tagged,
         "sparse": torch.eye(3).to_sparse(),
-        "storage": base.untyped_storage(),
+        "rows": sparse_rows,
+        "ragged": ragged,
+        "subclass": torch.ones(3).as_subclass(Kind),
+        "hidden": collections.deque([(torch.ones(1, requires_grad=True) * 2).conj()]),
+        "storage": torch.arange(3.0).untyped_storage(),
         "counts": collections.Counter("abca"),
         "numbers": (1, 2.5, None, "x", b"y", {3}, np.arange(3)),
         "namespace": types.SimpleNamespace(weight=tied),
@@ -1121,16 +1135,15 @@ def everything():
     }
 
 
-def test_the_file_is_byte_for_byte_that_of_a_save_in_the_foreground(tmp_path):
-    state = everything()
-    for name in ("conjugate", "negative", "storage", "namespace"):
-        del state[name]  # which torch copies in its own way
-    path = CheckpointManager(tmp_path / "front").save(1, state)
+@pytest.mark.parametrize("kind", list(everything()))
+def test_the_file_is_byte_for_byte_that_of_a_save_in_the_foreground(tmp_path, kind):
+    state = {"x": everything()[kind]}
+    data = CheckpointManager(tmp_path / "front").save(1, state).read_bytes()
     with behind(tmp_path / "back") as manager:
         for step in (1, 2):  # into fresh memory, and into what the first one used
-            assert manager.save(step, state)
+            manager.save(step, state)
             manager.wait()
-            assert manager.path_for(step).read_bytes() == path.read_bytes()
+            assert manager.path_for(step).read_bytes() == data
 
 
 def test_every_kind_of_tensor_survives(tmp_path):
@@ -1147,11 +1160,15 @@ def test_every_kind_of_tensor_survives(tmp_path):
         assert type(loaded[name]) is type(state[name])
         assert loaded[name].requires_grad == state[name].requires_grad
     assert loaded["conjugate"].tolist() == [1 - 2j, 3 + 4j]
-    assert loaded["negative"].tolist() == [-2, 4]
+    assert loaded["negative"].tolist() == [2, -4]
     assert loaded["meta"].is_meta
     assert loaded["tagged"].note == "an attribute"
     assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(loaded["rows"].to_dense(), torch.eye(3))
+    assert type(loaded["subclass"]) is Kind
     assert torch.equal(loaded["namespace"].weight, state["namespace"].weight)
+    tied = [loaded["nested"]["a"], loaded["namespace"].weight, loaded["nested"]["b"][0]]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tied}) == 1
     assert loaded["loop"][1] is loaded["loop"]
     assert loaded["nested"].note == "an attribute"
     assert loaded["counts"] == state["counts"]
@@ -1159,12 +1176,12 @@ def test_every_kind_of_tensor_survives(tmp_path):
 
 def test_memory_is_used_again_and_shared_storages_take_it_once(tmp_path):
     manager, base = behind(tmp_path), torch.zeros(1000)
-    buffers = set()
+    buffers = []  # held, so that none is at the place of another
     for step in range(1, 5):
         manager.save(step, {"a": base, "b": base[:3], "c": base.view(10, 100), "d": torch.ones(5)})
-        buffers |= {b.data_ptr() for bs in manager._snapshot._buffers.values() for b in bs}
+        buffers += [b for bs in manager._snapshot._buffers.values() for b in bs]
         manager.wait()
-    assert len(buffers) == 2
+    assert len({buffer.data_ptr() for buffer in buffers}) == 2
     manager.save(5, {"a": torch.zeros(70)})
     manager.wait()
     kept = [b.nbytes for bs in manager._snapshot._buffers.values() for b in bs]
@@ -1275,6 +1292,19 @@ def test_an_error_in_the_block_is_not_hidden_by_that_of_a_write(tmp_path, gate, 
     with pytest.raises(ZeroDivisionError):
         leave_while_writing()
     assert CheckpointManager(tmp_path).load_latest() == {"step": 3}  # it was waited for
+    assert not manager._snapshot._buffers
+
+
+class PickledOnce:
+    """As good as new for the copy, and then not for the file."""
+
+    def __init__(self, times=0):
+        self.times = times
+
+    def __reduce__(self):
+        if self.times:
+            raise ValueError("the second time")
+        return (PickledOnce, (1,))
 
 
 def test_what_cannot_be_copied_or_pickled_leaves_the_checkpoint_before(tmp_path):
@@ -1284,8 +1314,10 @@ def test_what_cannot_be_copied_or_pickled_leaves_the_checkpoint_before(tmp_path)
         manager.save(2, {"lock": threading.Lock()})
     with pytest.raises(ValueError, match="half-way"):
         manager.save(2, {"a": Unpicklable()})
-    manager.save(2, {"a": lambda: 0})
-    with pytest.raises(CheckpointError, match=r"step 2 failed.*lambda"):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        manager.save(2, {"a": lambda: 0})
+    manager.save(2, {"a": PickledOnce()})
+    with pytest.raises(CheckpointError, match=r"step 2 failed.*the second time"):
         manager.wait()
     assert manager.load_latest() == {"step": 1}
     assert listing(tmp_path) == ["latest.json", "step_000000000001.pt"]
@@ -1296,8 +1328,60 @@ def test_bad_arguments_are_refused_at_the_call(tmp_path):
         behind(tmp_path).save("3", {})
 
 
+def interrupted_in_a_wait(directory):
+    fsync = os.fsync
+    os.fsync = lambda descriptor: time.sleep(0.2) or fsync(descriptor)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    manager = behind(directory)
+    for step, wait in ((1, manager.wait), (2, lambda: manager.save(3, content(3)))):
+        manager.save(step, content(step))
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        assert step not in CheckpointManager(directory).steps()
+        manager.wait()
+        same(CheckpointManager(directory).load_latest(), content(step))
+
+
+def test_a_wait_that_ctrl_c_has_interrupted_can_be_waited_again(tmp_path):
+    in_child(interrupted_in_a_wait, tmp_path)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_ctrl_c_while_the_thread_is_started(tmp_path, started, monkeypatch):
+    def start_and_stop(thread):
+        if started:
+            start(thread)
+        raise KeyboardInterrupt
+
+    start, manager, w = threading.Thread.start, behind(tmp_path), torch.ones(3_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(1, {"w": w})
+    w.fill_(2)
+    manager.save(2, {"w": w})
+    manager.wait()
+    assert [set(torch.load(manager.path_for(s))["w"].tolist()) for s in manager.steps()] == (
+        [{1.0}, {2.0}] if started else [{2.0}]
+    )
+    assert manager.latest_path() == manager.path_for(2)
+
+
+def test_a_relative_directory_is_the_one_of_the_beginning(tmp_path, monkeypatch, gate):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    manager = behind("run")
+    manager.save(1, {"step": 1})
+    monkeypatch.chdir(tmp_path)
+    gate.set()
+    manager.wait()
+    assert listing(tmp_path) == ["a"]
+    assert CheckpointManager(tmp_path / "a" / "run").steps() == manager.steps() == [1]
+
+
 LEAVE = """
-import atexit, sys, torch, ckpt
+import atexit, os, signal, sys, threading, time, torch, ckpt
 manager = ckpt.CheckpointManager(sys.argv[1], background=True)
 state = {"a": [torch.ones(300_000) for _ in range(20)], "step": 1}
 if sys.argv[2] == "end":
@@ -1305,12 +1389,20 @@ if sys.argv[2] == "end":
 elif sys.argv[2] == "raise":
     manager.save(1, state)
     raise SystemExit(3)
+elif sys.argv[2] == "interrupt":
+    fsync = os.fsync
+    os.fsync = lambda descriptor: time.sleep(0.2) or fsync(descriptor)
+    manager.save(1, state)
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    manager.wait()
 else:
     atexit.register(manager.save, 1, state)
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("end", 0), ("raise", 3), ("atexit", 0)])
+@pytest.mark.parametrize(
+    ("how", "status"), [("end", 0), ("raise", 3), ("interrupt", -signal.SIGINT), ("atexit", 0)]
+)
 def test_leaving_the_interpreter_finishes_the_write(tmp_path, how, status):
     run = subprocess.run([sys.executable, "-c", LEAVE, tmp_path, how], cwd=ROOT, timeout=50)
     assert run.returncode == status
@@ -3472,6 +3564,89 @@ class KeepingModel(Loss):
 class KeepingLoader(Keeps):
     def __iter__(self):
         return iter(DataLoader(regression(), batch_size=2))
+
+
+class KeepingModule(Loss):
+    """Keeps the very tensors that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(3))
+
+    def _load_from_state_dict(self, state, prefix, *arguments):
+        self.seen = state[prefix + "seen"]
+        super()._load_from_state_dict(state, prefix, *arguments)
+
+
+class HookedModule(Loss):
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.keep)
+
+    def keep(self, module, state, *arguments):
+        self.kept = dict(state)
+
+
+class KeepingOptimizer(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "shadow": torch.ones(3)}
+
+    def load_state_dict(self, state):
+        self.shadow = state["shadow"]
+        super().load_state_dict(state)
+
+
+class HookedOptimizer(torch.optim.SGD):
+    def load_and_keep(self, optimizer, state):
+        self.kept = state
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.register_load_state_dict_pre_hook(self.load_and_keep)
+
+
+class ResettingOptimizer(torch.optim.SGD):
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.kept = list(state["state"].values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        (KeepingModule, torch.optim.SGD),
+        (HookedModule, torch.optim.SGD),
+        (Loss, KeepingOptimizer),
+        (Loss, HookedOptimizer),
+        (Loss, ResettingOptimizer),
+    ],
+)
+def test_models_and_optimizers_that_keep_what_they_get_do_not_keep_the_file(
+    tmp_path, model, optimizer
+):
+    def build():
+        module = model()
+        manager = CheckpointManager(tmp_path, every_steps=1, fsync=False)
+        loader = DataLoader(regression(), batch_size=2)
+        chosen = optimizer(module.parameters(), lr=0.1, momentum=0.9)
+        return Trainer(module, chosen, loader, checkpoint_manager=manager)
+
+    build().fit(1)
+    trainer = build()
+    assert trainer.resume()
+    assert not is_mapped(tmp_path / "step_000000000001.pt")
+
+
+def test_a_fallback_lets_go_of_the_file_at_once(tmp_path):
+    make(tmp_path).fit(2)
+    spoil(tmp_path / "step_000000000002.pt", "truncated")
+    gc.disable()
+    try:
+        assert make(tmp_path).resume(fallback=True)
+        assert not is_mapped(tmp_path / "step_000000000001.pt")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -512,8 +512,15 @@ ROWS = {
     "verify": ("verify", "zlib.crc32", checksums, 0.8, ours_verify, {"testzip": testzip}),
     "loop": ("trainer loop, 1 ms a step", "by hand", hand_loop, 0.97, ours_loop, OTHER_LOOPS),
     "small-save": ("20,000 tensors: save", "torch.save + fsync", torch_save, None, ours_save, {}),
-    "small-stall": ("the same: stall", "torch.save + fsync", torch_save, None, ours_stall, {}),
-    "small-resume": ("the same: resume", "torch.load", torch_resume, None, ours_resume, {}),
+    "small-stall": (
+        "20,000 tensors: stall",
+        "torch.save + fsync",
+        torch_save,
+        None,
+        ours_stall,
+        {},
+    ),
+    "small-resume": ("20,000 tensors: resume", "torch.load", torch_resume, None, ours_resume, {}),
 }
 
 
@@ -640,13 +647,14 @@ def import_cost(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=1.0, help="size of the state")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="processes for each contender")
     parser.add_argument("--steps", type=int, default=1000, help="of the trainer loop")
     parser.add_argument("--only", nargs="+", choices=[*ROWS, "import"], default=[*ROWS, "import"])
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     parser.add_argument("--tensors", type=int, default=24, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.directory = args.directory.absolute()
     if args.child:
         return run_child(args)
     lines = []
@@ -665,6 +673,7 @@ def main():
     print(f"\n{args.gb:g} GB, {cpu}, {time.strftime('%Y-%m-%d')}: limit / contender\n")
     print("| what | the limit | ours | promised | others |\n| --- | --- | --- | --- | --- |")
     print(*lines, sep="\n")
+    print("\nOf extra memory less is better. States under 1 GB and few rounds say little.")
     return None
 
 

@@ -414,7 +414,7 @@ def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
     own_way = {
         prefix
         for prefix, module in model.named_modules(remove_duplicate=False)
-        if not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        if _loads_in_its_own_way(module)
     }
     for name in sorted(live.keys() & saved.keys()):
         mine, theirs = own[live[name]], saved[name]
@@ -437,6 +437,10 @@ def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
         inner = {_bare_name(model, name): name for name in getattr(own, "_metadata", {})}
         fitted._metadata = OrderedDict((inner.get(n, n), v) for n, v in state._metadata.items())
     return fitted, problems
+
+
+def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
+    return not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
 
 
 def _saved_names(state: Mapping, live: Mapping) -> list[str]:
@@ -1202,8 +1206,9 @@ class Trainer:
         does not fit, one CheckpointError names all of it and nothing has changed. What only the
         checkpoint or only the trainer has is a warning, as is another config or precision. The
         scaler and the coordinator get their state in ``fit``, and with ``exact_resume`` the
-        generators once more, so that nothing drawn before it counts. No other tensor is kept,
-        unless an object in ``extra_state`` keeps it.
+        generators once more, so that nothing drawn before it counts. The manager's file is mapped
+        while it is read, and let go of again. Of ``state`` no tensor is kept, unless code of
+        another does (an object in ``extra_state``, a hook).
         Saved options of optimizer and scheduler count, not those that they were made with.
         """
         path, source = None, "the state"
@@ -1768,7 +1773,7 @@ def _loads_like_torch(part: Any) -> bool:
         return type(part).load_state_dict is torch.nn.Module.load_state_dict and not any(
             module._load_state_dict_pre_hooks
             or module._load_state_dict_post_hooks
-            or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+            or _loads_in_its_own_way(module)
             for module in part.modules()
         )
     if isinstance(part, torch.optim.Optimizer):

@@ -120,10 +120,12 @@ def atomic_torch_save(state: Any, path: str | os.PathLike, *, fsync: bool = True
     The bytes go to ``.<name>.tmp-<pid>`` beside ``path`` and are renamed over it; missing parent
     directories are made. With ``fsync`` file and directory have reached the disk on return.
     An OSError carries errno and filename. Whatever is raised, no temporary file stays, and the old
-    file does, unless it was the last step, syncing the directory, that failed. Threads and
-    processes may save to one path at once: the last one wins.
+    file does, unless it was the last step, syncing the directory, that failed. A Ctrl-C, as other
+    signals, is obeyed when the file is there, a second one at once. Threads and processes may save
+    to one path at once: the last one wins.
     """
-    _write_atomically(path, lambda file: torch.save(state, file), fsync)
+    with _signals_deferred():
+        _write_atomically(path, lambda file: torch.save(state, file), fsync)
 
 
 def atomic_json_dump(value: Any, path: str | os.PathLike, *, fsync: bool = True) -> None:
@@ -195,14 +197,41 @@ def _write_atomically(
         _remove(temporary)
         # torch.save reports a failed write as "unexpected pos", with the OSError as its context.
         failed = error.__context__ if type(error) is RuntimeError else error
-        if not isinstance(failed, OSError) or failed.filename is not None or failed is handled:
-            raise
-        failed.filename = str(path)
-        raise failed from None
+        if isinstance(failed, OSError) and failed.filename is None and failed is not handled:
+            failed.filename = str(path)
+            raise failed from None
+        raise
     finally:
         del _in_use[temporary]
     if fsync:
         _sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """The program's signal handlers, Ctrl-C's too, run at the end of the block.
+
+    What one raised while torch writes would come out as another error, or abort the process.
+    """
+    arrived: list[tuple[int, Any]] = []
+    handlers = {}
+
+    def handle(number: int, frame: Any) -> None:
+        arrived.append((number, frame))
+        signal.signal(number, handlers[number])  # the next one is obeyed at once
+
+    if threading.current_thread() is threading.main_thread():
+        present = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        handlers.update((n, handler) for n, handler in present.items() if callable(handler))
+    try:
+        for number in handlers:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in arrived:
+            handlers[number](number, frame)
 
 
 class _EagerFile(io.FileIO):
@@ -440,7 +469,7 @@ def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
 
 
 def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
-    return not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+    return not module._load_from_state_dict.__module__.startswith("torch.nn.")
 
 
 def _saved_names(state: Mapping, live: Mapping) -> list[str]:
@@ -548,6 +577,8 @@ def _own(live: Any, saved: Any) -> Any:
         if live is not saved and live.dtype == saved.dtype:
             return live
         return _copied(saved.detach(), live.device)
+    if isinstance(saved, str):  # which torch makes into the name of a generator
+        return saved
     if isinstance(saved, dict) and isinstance(live, dict):
         return {key: _own(value, saved.get(key)) for key, value in live.items()}
     if isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
@@ -922,20 +953,25 @@ class _Writing:
     """A thread that runs ``work``, which must not raise; the interpreter ends only after it."""
 
     def __init__(self, work: Callable[[], Any]):
-        self._pid, self._done = os.getpid(), threading.Event()
+        self._pid, self._ended, self._wake = os.getpid(), False, threading.Lock()
+        self._wake.acquire()
         self.thread = threading.Thread(target=self._run, args=(work,))
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
             work()
         finally:
-            self._done.set()
+            self._ended = True
+            self._wake.release()
 
     def join(self) -> None:
-        """Not ``Thread.join``: interrupted by Ctrl-C, that takes the thread for ended for ever."""
-        while self._pid == os.getpid() and not self._done.wait(1):
-            if self.thread.ident is None:  # interrupted before it was started
-                return
+        """Wait for it, also after a Ctrl-C has interrupted that.
+
+        Thread.join would from then on take the thread for ended, and an Event be out of order.
+        """
+        while not self._ended and self._pid == os.getpid():
+            if not self._wake.acquire(timeout=1) and self.thread.ident is None:
+                return  # interrupted before it was started
 
 
 class _Snapshot:
@@ -950,8 +986,13 @@ class _Snapshot:
         self._spare, self._buffers = self._buffers, defaultdict(list)
         pickled = io.BytesIO()
         pickler = _TensorPickler(pickled, self._copy)
-        pickler.dump(state)
-        self._spare.clear()
+        try:
+            pickler.dump(state)
+        except BaseException:
+            self._buffers = {}  # they may be as odd as what has failed
+            raise
+        finally:
+            self._spare = {}
         for device in pickler.devices:
             torch.cuda.current_stream(device).synchronize()
         pickled.seek(0)
@@ -980,7 +1021,7 @@ class _TensorPickler(pickle.Pickler):
     """Pickles what torch.save would, but for tensors and storages: those it copies."""
 
     def __init__(self, file: BinaryIO, copy_storage: Callable):
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        super().__init__(file, torch.serialization.DEFAULT_PROTOCOL)
         self._copy_storage, self._storages = copy_storage, {}
         self._kept: list[Any] = []  # so that no other object gets the id of one of them
         self.copies: dict[int, Any] = {}
@@ -1770,7 +1811,8 @@ def _set_state(part: Any, saved: Any, undo: contextlib.ExitStack) -> None:
 def _loads_like_torch(part: Any) -> bool:
     """Whether only code of torch sees what is loaded, which copies it (or our own code does)."""
     if isinstance(part, torch.nn.Module):
-        return type(part).load_state_dict is torch.nn.Module.load_state_dict and not any(
+        load = getattr(part.load_state_dict, "__func__", None)
+        return load is torch.nn.Module.load_state_dict and not any(
             module._load_state_dict_pre_hooks
             or module._load_state_dict_post_hooks
             or _loads_in_its_own_way(module)

@@ -460,6 +460,65 @@ def test_large_files_start_for_the_disk_while_they_are_written(tmp_path, monkeyp
     assert len(advised) == 3
 
 
+class Signals:
+    """Sends this process signals when it is pickled."""
+
+    def __init__(self, *numbers):
+        self.numbers = numbers
+
+    def __reduce__(self):
+        for number in self.numbers:
+            os.kill(os.getpid(), number)
+        return (int, ())
+
+
+def test_the_first_ctrl_c_is_obeyed_after_the_save_the_second_at_once(tmp_path):
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.atomic_torch_save([Signals(signal.SIGINT)], tmp_path / "one.pt")
+    assert torch.load(tmp_path / "one.pt", weights_only=False) == [0]
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.atomic_torch_save([Signals(signal.SIGINT, signal.SIGINT)], tmp_path / "two.pt")
+    assert listing(tmp_path) == ["one.pt"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_of_the_programs_own_run_after_the_save(tmp_path):
+    def leave(number, frame):
+        raise SystemExit(3 if (tmp_path / "x.pt").exists() else 4)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises(SystemExit, match="3"):
+            ckpt.atomic_torch_save([Signals(signal.SIGTERM)], tmp_path / "x.pt")
+        assert signal.getsignal(signal.SIGTERM) is leave
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ckpt.atomic_torch_save([Signals(signal.SIGTERM)], tmp_path / "x.pt")
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def save_under_fire(directory):
+    """Foreground saves, interrupted at random moments."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    rng, manager, interrupted = random.Random(1), CheckpointManager(directory, fsync=False), 0
+    for step in range(1, 300):
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00001, 0.004))
+        try:
+            manager.save(step, {"step": step, "w": torch.ones(300_000)})
+            time.sleep(0.004)
+        except KeyboardInterrupt:
+            interrupted += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert interrupted > 50
+
+
+def test_ctrl_c_in_a_save_is_a_keyboard_interrupt_and_nothing_else(tmp_path):
+    in_child(save_under_fire, tmp_path)
+    ckpt.verify_checkpoint(CheckpointManager(tmp_path).latest_path())
+
+
 def test_threads_that_save_to_one_path_leave_one_whole_file(tmp_path):
     def save(value):
         for _ in range(20):
@@ -1190,6 +1249,14 @@ def test_memory_is_used_again_and_shared_storages_take_it_once(tmp_path):
     assert not manager._snapshot._buffers
     manager.save(6, {"step": 6})
     assert manager.load_latest() == {"step": 6}
+
+
+def test_a_save_that_cannot_be_taken_leaves_nothing_odd_behind(tmp_path):
+    manager, state = behind(tmp_path), {"w": torch.ones(70)}
+    with torch._subclasses.FakeTensorMode(), pytest.raises(RuntimeError, match="storage"):
+        manager.save(1, state)
+    manager.save(2, state)
+    same(manager.load_latest(), state)
 
 
 def test_a_save_waits_for_the_one_before_it(tmp_path, gate):
@@ -2851,7 +2918,7 @@ class Remembering(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 note = types.SimpleNamespace(last=parameter.detach().clone())
-                self.state[parameter]["note"] = note
+                self.state[parameter].update(note=note, name="a name")
 
 
 def test_a_tensor_inside_an_object_in_the_optimizer_state_is_not_shared(tmp_path):
@@ -2867,6 +2934,7 @@ def test_a_tensor_inside_an_object_in_the_optimizer_state_is_not_shared(tmp_path
     trainer.resume(state)
     state["optimizer"]["state"][0]["note"].last.zero_()
     assert trainer.optimizer.state[trainer.model.w]["note"].last.item() == 2.0
+    assert trainer.optimizer.state[trainer.model.w]["name"] == "a name"
     trainer.resume()
     assert not is_mapped(tmp_path / "step_000000000001.pt")
 
@@ -3578,6 +3646,32 @@ class KeepingModule(Loss):
         super()._load_from_state_dict(state, prefix, *arguments)
 
 
+class PatchedModule(Loss):
+    """Its instance has a method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].kept, usual = [], self.net[0]._load_from_state_dict
+
+        def load(state, *arguments):
+            self.net[0].kept.append(dict(state))
+            usual(state, *arguments)
+
+        self.net[0]._load_from_state_dict = load
+
+
+class RedirectedModule(Loss):
+    def __init__(self):
+        super().__init__()
+        usual = self.load_state_dict
+
+        def load(state, *arguments, **options):
+            self.kept = dict(state)
+            return usual(state, *arguments, **options)
+
+        self.load_state_dict = load
+
+
 class HookedModule(Loss):
     def __init__(self):
         super().__init__()
@@ -3617,6 +3711,8 @@ class ResettingOptimizer(torch.optim.SGD):
     [
         (KeepingModule, torch.optim.SGD),
         (HookedModule, torch.optim.SGD),
+        (PatchedModule, torch.optim.SGD),
+        (RedirectedModule, torch.optim.SGD),
         (Loss, KeepingOptimizer),
         (Loss, HookedOptimizer),
         (Loss, ResettingOptimizer),

@@ -680,8 +680,8 @@ class CheckpointManager:
         through. Until the pointer names it, a new file is removed again when something is raised.
 
         In the background: waits for the write in flight, copies and returns; the file will be
-        there when :meth:`wait` has returned. What is on a GPU is saved as CPU tensors. A write that
-        failed is a CheckpointError of the next save, wait, close or copy_to, in place of its work.
+        there when :meth:`wait` has returned. A write that failed is a CheckpointError of the next
+        save, wait, close or copy_to, in place of its work.
         """
         step = _check_int("step", step, 0)
         path = self.path_for(step)
@@ -772,18 +772,21 @@ class CheckpointManager:
             self._writing.join()
             self._writing = None
 
-    def _write_behind(self, step: int, path: Path, state: dict) -> None:
+    def _write_behind(self, step: int, path: Path, state: _Pickled) -> None:
         try:
             self._write(step, path, state)
         except BaseException as error:  # for wait() to raise
             log.error("the background save of step %d failed: %r", step, error)
             self._failed = step, path, error
 
-    def _write(self, step: int, path: Path, state: dict) -> None:
+    def _write(self, step: int, path: Path, state: dict | _Pickled) -> None:
         existed = path.exists()
         pointer = {"step": step, "file": path.name}
         try:
-            atomic_torch_save(state, path, fsync=self.fsync)
+            if isinstance(state, _Pickled):
+                _write_atomically(path, state.save, self.fsync)
+            else:
+                atomic_torch_save(state, path, fsync=self.fsync)
             atomic_json_dump(pointer, self.directory / _POINTER, fsync=self.fsync)
         except BaseException:
             if not existed and self._pointed() != path:
@@ -981,8 +984,8 @@ class _Snapshot:
         self._buffers: dict[tuple[int, bool], list[torch.Tensor]] = {}  # by size, and if pinned
         self._spare: dict[tuple[int, bool], list[torch.Tensor]] = {}
 
-    def take(self, state: Any) -> Any:
-        """``state`` as it is now, with tensors on the CPU; it holds until the next one is taken."""
+    def take(self, state: Any) -> _Pickled:
+        """``state`` as it is now; its tensors hold until the next one is taken."""
         self._spare, self._buffers = self._buffers, defaultdict(list)
         pickled = io.BytesIO()
         pickler = _TensorPickler(pickled, self._copy)
@@ -993,10 +996,9 @@ class _Snapshot:
             raise
         finally:
             self._spare = {}
-        for device in pickler.devices:
+        for device in {live.device for live in pickler.live if live.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
-        pickled.seek(0)
-        return _TensorUnpickler(pickled, pickler.copies).load()
+        return _Pickled(pickled.getvalue(), pickler.copies)
 
     def _copy(self, live: torch.UntypedStorage) -> torch.UntypedStorage:
         cuda, size = live.device.type == "cuda", live.nbytes()
@@ -1018,55 +1020,54 @@ class _Snapshot:
 
 
 class _TensorPickler(pickle.Pickler):
-    """Pickles what torch.save would, but for tensors and storages: those it copies."""
+    """Writes the pickle that torch.save would, and copies each storage when it comes to it."""
 
     def __init__(self, file: BinaryIO, copy_storage: Callable):
         super().__init__(file, torch.serialization.DEFAULT_PROTOCOL)
-        self._copy_storage, self._storages = copy_storage, {}
-        self._kept: list[Any] = []  # so that no other object gets the id of one of them
-        self.copies: dict[int, Any] = {}
-        self.devices: set[torch.device] = set()  # whose streams are still copying
+        self._copy_storage = copy_storage
+        self._seen: dict[int, tuple[str, torch.dtype]] = {}
+        self.live: list[torch.UntypedStorage] = []  # held, so that none gets the place of another
+        self.copies: list[torch.UntypedStorage] = []
 
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)):
+    def persistent_id(self, value: Any) -> tuple | None:
+        if not isinstance(value, (torch.UntypedStorage, torch.storage.TypedStorage)):
             return None
-        is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and not _is_plain(value):
-            return None  # made of others, or of its storage: pickle asks for those
-        if id(value) not in self.copies:
-            live = value.untyped_storage() if is_tensor else value
-            storage = self._copied(getattr(live, "_untyped_storage", live))
-            self._kept.append(value)
-            self.copies[id(value)] = self._remade(value, storage)
-        return id(value)
-
-    def _copied(self, live: torch.UntypedStorage) -> torch.UntypedStorage:
-        if live._cdata not in self._storages:
-            self._kept.append(live)
-            self._storages[live._cdata] = self._copy_storage(live)
-            if live.device.type == "cuda":
-                self.devices.add(live.device)
-        return self._storages[live._cdata]
-
-    def _remade(self, value: Any, storage: torch.UntypedStorage) -> Any:
-        if isinstance(value, torch.UntypedStorage):
-            return storage
-        if isinstance(value, torch.storage.TypedStorage):
-            kind = torch.storage.TypedStorage
-            return kind(wrap_storage=storage, dtype=value.dtype, _internal=True)
-        tensor = _tensor_over(storage, value, value.storage_offset(), value.stride())
-        if isinstance(value, torch.nn.Parameter):
-            return torch.nn.Parameter(tensor, value.requires_grad)
-        return tensor.requires_grad_(value.requires_grad)
+        live = getattr(value, "_untyped_storage", value)
+        kind, dtype, size = type(value), torch.uint8, live.nbytes()
+        if live is not value:
+            kind, dtype = getattr(torch, value._pickle_storage_type()), value.dtype
+            size = value._size()
+        if live._cdata not in self._seen:
+            self._seen[live._cdata] = str(len(self.live)), dtype
+            self.live.append(live)
+            self.copies.append(self._copy_storage(live))
+        key, first = self._seen[live._cdata]
+        if dtype != first and live.nbytes():  # as torch.save has it: a file knows only one
+            raise RuntimeError(f"cannot save the same memory as {first} and as {dtype}")
+        return ("storage", kind, key, torch.serialization.location_tag(live), size)
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    def __init__(self, file: BinaryIO, copies: Mapping):
-        super().__init__(file)
-        self._copies = copies
+@dataclasses.dataclass
+class _Pickled:
+    """A state as torch.save pickles it, and copies of the storages that it asks for, in order."""
 
-    def persistent_load(self, key: int) -> Any:
-        return self._copies[key]
+    pickle: bytes
+    storages: list[torch.UntypedStorage]
+
+    def save(self, file: BinaryIO) -> None:
+        torch.save(self, file, pickle_module=types.SimpleNamespace(__name__="", Pickler=_Replay))
+
+
+class _Replay:
+    """In place of a pickler: gives torch.save the storages, and the pickle that was made before."""
+
+    def __init__(self, file: BinaryIO, protocol: int):
+        self._file = file
+
+    def dump(self, state: _Pickled) -> None:
+        for storage in state.storages:
+            self.persistent_id(storage)  # which torch.save has added
+        self._file.write(state.pickle)
 
 
 _POINTER = "latest.json"

@@ -588,18 +588,14 @@ def _own(live: Any, saved: Any) -> Any:
 
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     on_cpu = {tensor.device.type, device.type} == {"cpu"}
-    if not (on_cpu and _is_plain(tensor) and tensor.nbytes >= _HUGE):
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    odd = tensor.is_nested or tensor.is_quantized
+    if not (on_cpu and plain) or odd or tensor.nbytes < _HUGE:
         return tensor.to(device, copy=True)
     strides = torch.empty_like(tensor, device="meta").stride()
     storage = _new_buffer(tensor.nbytes).untyped_storage()
-    return _tensor_over(storage, tensor, 0, strides).copy_(tensor)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its storage, dtype, offset, size and strides are all there is to it."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.__dict__
-    plain = plain and tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested)
-    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    fresh = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return fresh.set_(storage, 0, tensor.size(), strides).copy_(tensor)
 
 
 _HUGE = 1 << 22  # bytes from which on NumPy asks for huge pages
@@ -613,13 +609,6 @@ def _new_buffer(size: int) -> torch.Tensor:
     memory = np.empty(size + 63, np.uint8)
     start = -memory.ctypes.data % 64
     return torch.from_numpy(memory[start : start + size])
-
-
-def _tensor_over(
-    storage: torch.UntypedStorage, like: torch.Tensor, offset: int, strides: tuple
-) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
-    return tensor.set_(storage, offset, like.size(), strides)
 
 
 # ==================================================================================================
@@ -1814,9 +1803,7 @@ def _loads_like_torch(part: Any) -> bool:
     if isinstance(part, torch.nn.Module):
         load = getattr(part.load_state_dict, "__func__", None)
         return load is torch.nn.Module.load_state_dict and not any(
-            module._load_state_dict_pre_hooks
-            or module._load_state_dict_post_hooks
-            or _loads_in_its_own_way(module)
+            module._load_state_dict_pre_hooks or _loads_in_its_own_way(module)
             for module in part.modules()
         )
     if isinstance(part, torch.optim.Optimizer):

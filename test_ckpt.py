@@ -492,6 +492,7 @@ def test_handlers_of_the_programs_own_run_after_the_save(tmp_path):
         with pytest.raises(SystemExit, match="3"):
             ckpt.atomic_torch_save([Signals(signal.SIGTERM)], tmp_path / "x.pt")
         assert signal.getsignal(signal.SIGTERM) is leave
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ckpt.atomic_torch_save([Signals(signal.SIGTERM)], tmp_path / "x.pt")
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN

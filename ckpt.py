@@ -1,5 +1,4 @@
 # ckpt.py: a training run that survives anything and goes on exactly where it was, in one file.
-#
 # MIT License. Copyright (c) 2026 the ckpt.py authors.
 # Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
 # associated documentation files (the "Software"), to deal in the Software without restriction,
@@ -23,13 +22,12 @@
 or, in a loop of your own:
 
     if state := manager.load_latest():  # None at the first start
-        load_model_state_dict(model, state["model"])
-        ...                             # optimizer, step, and last: restore_rng_state(state["rng"])
+        load_model_state_dict(model, state["model"]), ..., restore_rng_state(state["rng"])
     if manager.should_save(step):
         manager.save(step, {"model": model_state_dict(model), ..., "rng": capture_rng_state()})
 
 Sections, each using only those above it: errors, atomic files, RNG, model and optimizer state,
-manager, trainer. Cut the file at any banner (and __all__ with it): what stands above still works.
+manager, trainer, DumbDiLoCo. Cut the file at any banner: what stands above still works.
 """
 
 from __future__ import annotations
@@ -40,9 +38,11 @@ import copy
 import dataclasses
 import errno
 import functools
+import hashlib
 import io
 import json
 import logging
+import math
 import multiprocessing.util
 import operator
 import os
@@ -69,7 +69,7 @@ __version__ = "0.1.0"
 __all__ = """
     CheckpointError atomic_torch_save atomic_json_dump verify_checkpoint capture_rng_state
     restore_rng_state seed_everything model_state_dict load_model_state_dict CheckpointManager
-    SyncCoordinator TrainResult Trainer
+    SyncCoordinator TrainResult Trainer DumbDiLoCo Hub
 """.split()
 
 log = logging.getLogger("ckpt")
@@ -103,6 +103,20 @@ def _check_int(name: str, value: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}")
     return number
+
+
+def _check_number(
+    name: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (above < value < below and value >= least):
+        raise ValueError(f"{name} is out of range, got {value!r}")
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
@@ -141,28 +155,33 @@ def verify_checkpoint(path: str | os.PathLike) -> None:
     bit in a tensor loads silently). A file that has no checksums, because it is in torch's legacy
     format or was written without them, passes with a warning.
     """
-    path, damaged = Path(path), None
+    path = Path(path)
     try:
         with open(path, "rb") as file:
             if file.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC:
                 log.warning("%s is in the legacy format, which has no checksums", path)
                 return
-            with zipfile.ZipFile(file) as archive:
-                records = archive.infolist()
-                # The directory has no checksum. This bit makes a record a folder, read as nothing.
-                damaged = next((r.filename for r in records if r.external_attr & 0x10), None)
-                if not any(r.filename.endswith("/data.pkl") for r in records):
-                    damaged = "data.pkl"
-                elif not any(r.CRC for r in records):
-                    log.warning("%s was written without checksums: nothing to verify", path)
-                else:
-                    torch._C.PyTorchFileReader(str(path))  # which checks the rest of the directory
-                    damaged = damaged or archive.testzip()
+            damaged = _damaged_record(file, path)
     except Exception as error:  # a damaged zip makes zipfile raise almost anything
         raise CheckpointError(f"{path} cannot be read ({error}); {_WAY_OUT}", path=path) from error
     if damaged:
         message = f"{path} is damaged: record {damaged!r} is missing or fails its checksum"
         raise CheckpointError(f"{message}; {_WAY_OUT}", path=path)
+
+
+def _damaged_record(file: BinaryIO, name: Any) -> str | None:
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+        # The directory has no checksum. This bit makes a record a folder, read as nothing.
+        damaged = next((r.filename for r in records if r.external_attr & 0x10), None)
+        if not any(r.filename.endswith("/data.pkl") for r in records):
+            return "data.pkl"
+        if not any(r.CRC for r in records):
+            log.warning("%s was written without checksums: nothing to verify", name)
+            return None
+        file.seek(0)  # where torch takes the file to begin
+        torch._C.PyTorchFileReader(file)  # which checks the rest of the directory
+        return damaged or archive.testzip()
 
 
 _WAY_OUT = "use an older checkpoint: load_latest(fallback=True) or resume(fallback=True)"
@@ -1894,3 +1913,1098 @@ def _differences(name: str, saved: Any, ours: Any) -> list[str]:
         pairs = [(f"{name}.{k}", saved.get(k), ours.get(k)) for k in {**saved, **ours}]
         return [line for pair in pairs for line in _differences(*pair)]
     return [] if repr(saved) == repr(ours) else [f"{name} was {saved!r}, is {ours!r}"]
+
+
+# ==================================================================================================
+# DumbDiLoCo: several machines, one model, nothing between them but a folder or a bucket
+# ==================================================================================================
+class Hub:
+    """The shared place: named bytes, each of which appears whole or not at all.
+
+    ``url``: a directory, or what fsspec opens with the packages installed (``s3://…``, ``gs://…``,
+    ``hf://…``, ``sftp://…``), with their own configuration and credentials. Names are like
+    ``nodes/a/alive.json``: letters, digits and ``._-`` between slashes, no part beginning with a
+    dot; any other is a ValueError. What the file system raises passes through, FileNotFoundError
+    for what is not there. Any number of threads, processes and machines may use it at once.
+    """
+
+    def __init__(self, url: str | os.PathLike):
+        _check_type("url", url, (str, os.PathLike))
+        import fsspec.implementations.local
+
+        self.url = os.fspath(url)
+        try:
+            self._files, root = fsspec.core.url_to_fs(self.url or "://")
+        except ValueError as error:
+            message = f"url must be a directory or a URL that fsspec knows, got {self.url!r}"
+            raise ValueError(f"{message} ({error})") from error
+        self._root = root.rstrip("/")
+        self._local = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)
+        # Without a rename of its own it is a bucket, whose objects appear whole.
+        self._renames = type(self._files).mv is not fsspec.AbstractFileSystem.mv
+
+    def read(self, name: str, limit: int | None = None) -> bytes:
+        """The bytes, or the first ``limit`` of them."""
+        path = self._path(name)
+        self._files.invalidate_cache()
+        return self._files.cat_file(path, end=limit)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put ``data`` in place of what was there; in a directory it has reached the disk then."""
+        path = self._path(name)
+        if self._local:
+            _write_atomically(path, lambda file: file.write(data), fsync=True)
+        elif not self._renames:
+            self._files.pipe_file(path, data)
+        else:
+            folder, _, last = path.rpartition("/")
+            temporary = f"{folder}/.{last}.tmp-{os.urandom(8).hex()}"
+            self._files.makedirs(folder, exist_ok=True)
+            try:
+                self._files.pipe_file(temporary, data)
+                self._files.mv(temporary, path)
+            except BaseException:
+                with contextlib.suppress(Exception):  # what is raised already is what counts
+                    self._files.rm_file(temporary)
+                raise
+
+    def list(self, folder: str) -> list[str]:
+        """The names of files and folders in ``folder``, sorted; none when it is not there."""
+        return sorted(name for name in self._listed(folder) if _HUB_NAME.fullmatch(name))
+
+    def delete(self, name: str) -> None:
+        """Remove it; that it is not there is no error."""
+        path = self._path(name)
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(path)
+
+    def size(self, name: str) -> int:
+        """Its length in bytes."""
+        path = self._path(name)
+        self._files.invalidate_cache()
+        return int(self._files.size(path))
+
+    def _path(self, name: str) -> str:
+        _check_type("name", name, str)
+        if not all(map(_HUB_NAME.fullmatch, name.split("/"))):
+            raise ValueError(f"name must be parts of letters, digits and ._- , got {name!r}")
+        return f"{self._root}/{name}"
+
+    def _listed(self, folder: str) -> list[str]:
+        path = self._path(folder)
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        real = [i["name"] for i in found if i["type"] in ("file", "directory")]  # no links
+        return [name.rstrip("/").rpartition("/")[2] for name in real]
+
+    def _sweep(self, folders: Iterable[str]) -> None:
+        """Delete temporary files that a killed process left in folders which only we write."""
+        for folder in folders:
+            for name in self._listed(folder):
+                if name.startswith(".") and ".tmp-" in name:
+                    self._files.rm_file(f"{self._path(folder)}/{name}")
+
+
+class DumbDiLoCo:
+    """DiLoCo (Douillard et al. 2023, arXiv 2311.08105) through nothing but a :class:`Hub`.
+
+    Each node trains on its own; every ``inner_steps`` it uploads its delta, what its parameters
+    have moved by. One of them, the master, makes the mean of the deltas a step of
+    ``SGD(outer_lr, outer_momentum, nesterov)`` on the shared model, publishes that, and all go on
+    from there. The inner optimizer is left alone. Every delta counts exactly once, whoever dies.
+
+    ``blocking=True``: textbook rounds. A node waits for the round that holds its delta and installs
+    it; the master for ``quorum`` nodes, None: all live ones. Otherwise no node ever waits: a thread
+    exchanges, a newer shared model is put under the work done meanwhile, the master takes what is
+    there (quorum 1). ``outer_momentum=None`` is 0.9 if blocking, else 0.5.
+
+    ``hub``: a Hub, a path or URL, or any object with a Hub's methods. ``node_id``: 1 to 64 letters,
+    digits, ``._-``; of one process only. ``role``: "worker", or "master" for one of the team; it
+    may also only call :meth:`start` and wait. ``poll_interval``: seconds between two looks at the
+    Hub. ``node_timeout``: seconds without a sign of life after which the master counts a node out.
+    ``delta_dtype``: float32, bfloat16 or float16 on the wire; what it rounds away comes later.
+
+    In a loop of your own: :meth:`start` once the model is where it trains, load_state_dict if a
+    checkpoint was loaded, :meth:`after_optimizer_step` in each step, :meth:`stop` at the end, and
+    :meth:`state_dict` in the checkpoint. Parameters travel as fp32 under bare names. Float buffers
+    are averaged, of others the largest values travel. Bad arguments are a ValueError or TypeError.
+    Failures of the Hub are logged and tried again. For one thread, which trains the model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        hub: Hub | str | os.PathLike,
+        *,
+        node_id: str,
+        role: str = "worker",
+        inner_steps: int = 500,
+        poll_interval: float = 60.0,
+        outer_lr: float = 0.7,
+        outer_momentum: float | None = None,
+        quorum: int | None = None,
+        node_timeout: float = 600.0,
+        blocking: bool = False,
+        delta_dtype: torch.dtype = torch.float32,
+    ):
+        _check_type("model", model, torch.nn.Module)
+        _check_type("node_id", node_id, str)
+        if not _NODE_ID.fullmatch(node_id):
+            raise ValueError(f"node_id must be 1 to 64 letters, digits or ._-, got {node_id!r}")
+        if role not in ("worker", "master"):
+            raise ValueError(f"role must be worker or master, got {role!r}")
+        if delta_dtype not in _DELTA_DTYPES:
+            raise ValueError(f"delta_dtype must be one of {_DELTA_DTYPES}, got {delta_dtype!r}")
+        if outer_momentum is None:  # 0.9 rings where deltas come one by one
+            outer_momentum = 0.9 if blocking else 0.5
+        if quorum is None:
+            quorum = 0 if blocking else 1  # 0: all that live
+        else:
+            _check_int("quorum", quorum, 1)
+        _check_number("outer_lr", outer_lr, above=0)
+        _check_number("outer_momentum", outer_momentum, least=0, below=1)
+        _check_number("poll_interval", poll_interval, above=0)
+        _check_number("node_timeout", node_timeout, above=0)
+        if not isinstance(hub, (str, os.PathLike)):
+            for name in "read write list delete size".split():
+                _check_type(f"hub.{name}", getattr(hub, name, None), Callable)
+        self._layout = _Layout(model)
+        self.model, self.node_id, self.role, self.blocking = model, node_id, role, blocking
+        self.inner_steps = _check_int("inner_steps", inner_steps, 1)
+        self.outer_lr, self.outer_momentum, self.quorum = outer_lr, outer_momentum, quorum
+        self.delta_dtype, self.node_timeout = delta_dtype, node_timeout
+        self.poll_interval = min(poll_interval, node_timeout / 4)  # else we would seem dead
+        self.hub = Hub(hub) if isinstance(hub, (str, os.PathLike)) else hub
+        self.should_stop: Callable[[], bool] = lambda: False
+        self.local_step = 0
+        self.outer_step = 0  # the version of the shared model that was installed last
+        # What a checkpoint holds, too:
+        self._baseline: dict[str, torch.Tensor] | None = None  # None: no shared model seen yet
+        self._generation = 0  # the number of the last delta
+        self._upload: _Upload | None = None  # the delta in flight: not in the shared model yet
+        self._captured: tuple[int, int, dict] | None = None  # what the next delta is made of
+        self._uploaded_step = 0
+        # What else a run needs:
+        self._lock = threading.RLock()
+        self._settled: _Look | None = None  # what the state above was last related to
+        self._kept: dict[str, torch.Tensor] | None = None  # the weights at the start
+        self._buffers: dict[str, torch.Tensor] = {}  # for captures
+        self._odd: set[str] = set()  # buffers that are not finite in the shared model either
+        self._training, self._ticks = False, 0
+        self._exchange = _Exchange(self)
+
+    def start(self) -> None:
+        """Begin to exchange with the Hub, and install its shared model if there is one.
+
+        Waits for a first look, 30 seconds at most; a blocking worker until there is a shared model.
+        A master on an empty Hub makes the weights that it has now version 0. CheckpointError when
+        the model there is another one. RuntimeError when it runs already.
+        """
+        if self._exchange.running:
+            raise RuntimeError(f"{self.node_id} was started already")
+        self._training, self._settled = False, None
+        self._kept = {name: _copied(t, _CPU) for name, t in _all_tensors(self.model).items()}
+        outer, self._exchange = self._exchange.outer, _Exchange(self)
+        self._exchange.outer = outer
+        self._exchange.begin()
+        try:
+            if self.blocking:
+                self._wait(self._exchange.is_ready, "a shared model on the Hub")
+            else:
+                self._wait(lambda: self._exchange.tries > 0, "the Hub", seconds=30)
+            if isinstance(self._exchange.error, CheckpointError):
+                raise self._exchange.error
+            self._take_news()
+        except BaseException:
+            self.stop()
+            raise
+        self._exchange.opens = time.monotonic() + _GRACE
+
+    def after_optimizer_step(self, model: torch.nn.Module, step: int) -> bool:
+        """Call it after each optimizer step. True: the weights of the model were changed.
+
+        Each ``inner_steps``-th call captures a delta, for which it copies the model once. Blocking,
+        it returns when the round is installed, or ``should_stop()``. ``model`` and ``step`` are
+        what a trainer hands over; nothing depends on them. RuntimeError before :meth:`start`.
+        """
+        if not self._exchange.running:
+            raise RuntimeError(f"{self.node_id} is not running: call start() first")
+        self.local_step += 1
+        self._ticks += 1
+        first, self._training = not self._training, True
+        changed = self._take_news()
+        if self._settled is not None and self._kept is not None:
+            self._found()
+            self._kept = self._settled.shared = None
+        if first:
+            self._exchange.wake.set()
+        if self.local_step % self.inner_steps == 0:
+            changed = self._boundary() or changed
+        return changed
+
+    def stop(self) -> None:
+        """End the exchange after a last one, which uploads what has been captured if it can.
+
+        Waits a minute at most, five seconds if ``should_stop()``. What could not be uploaded is in
+        :meth:`state_dict`, and uploaded after a resume. The node may be started again.
+        """
+        self._exchange.end(5 if self.should_stop() else 60)
+
+    def state_dict(self) -> dict:
+        """All that is needed to go on, also without the Hub. Tensors are on the CPU, not copied.
+
+        Keys: node_id, role, local_step, last_global_step, last_uploaded_step, baseline (fp32),
+        baseline_generation, pending_delta and pending_delta_step (always None), pending_upload
+        (None or a dict: step, base_outer_step, baseline_generation, delta, target), outer (None or,
+        of a master, the shared model: model, outer_step, momentum, applied).
+        """
+        with self._lock:
+            self._finish_capture()
+            upload, outer = self._upload, self._exchange.outer
+            return {
+                "node_id": self.node_id,
+                "role": self.role,
+                "local_step": self.local_step,
+                "last_global_step": self.outer_step,
+                "last_uploaded_step": self._uploaded_step,
+                "baseline": self._baseline,
+                "baseline_generation": self._generation,
+                "pending_delta": None,
+                "pending_delta_step": None,
+                "pending_upload": upload and {**upload.state_dict(), "target": self._baseline},
+                "outer": outer and outer.state_dict(),
+            }
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Go on from ``state``, with the weights that the model had at :meth:`start`.
+
+        If the shared model is still the one that it was saved with, weights and baseline are those,
+        to the bit. Else the work since then is moved onto the newer one, unless a delta that holds
+        it is known on the Hub. Blocking, it waits for the round of a delta in flight. From another
+        node's state a master takes the shared model, and the node joins anew. CheckpointError, with
+        nothing changed, when it does not fit. It may come before start() too, where the weights are
+        those that the model has then. RuntimeError after the first step.
+        """
+        _check_type("state", state, Mapping)
+        if self._exchange.running and self._training:
+            raise RuntimeError(f"{self.node_id} is training: load_state_dict() comes before that")
+        counters = ("local_step", "last_global_step", "last_uploaded_step", "baseline_generation")
+        try:
+            numbers = [_check_int(name, state[name], 0) for name in counters]
+            node_id, baseline = state["node_id"], state["baseline"]
+            upload, outer = state["pending_upload"], state["outer"]
+            if baseline is not None:
+                self._layout.check(baseline, [torch.float32], buffers=False)
+                baseline = {name: _copied(tensor, _CPU) for name, tensor in baseline.items()}
+            if upload is not None:
+                upload = _Upload.from_state(upload, self._layout)
+            if outer is not None:
+                outer = _Global.from_state(outer, self._layout)
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"this is not the state of such a DumbDiLoCo: {error!r}"
+            raise CheckpointError(message) from error
+        if node_id != self.node_id:
+            log.warning("%s joins anew: the state is that of %s", self.node_id, node_id)
+            numbers, baseline, upload = [0, 0, 0, 0], None, None
+        with self._lock, _signals_deferred():
+            self.local_step, self.outer_step, self._uploaded_step, self._generation = numbers
+            self._baseline, self._upload, self._captured = baseline, upload, None
+            self._settled = None
+            self._exchange.outer = outer
+            if self._exchange.running:  # start() may have put the shared model there
+                for name, tensor in _all_tensors(self.model).items():
+                    tensor.copy_(self._kept[name])
+        self._take_news()
+
+    def _outgoing(self) -> _Upload | None:
+        """The delta in flight, once what the Hub holds of ours is known."""
+        with self._lock:
+            self._finish_capture()
+            return None if self._settled is None else self._upload
+
+    def _found(self) -> None:
+        """A master on an empty Hub: the weights at the start become the first shared model."""
+        with self._lock:
+            leads = self._exchange.master is not None and self._exchange.outer is None
+            if not leads or self._settled is None or self._kept is None:
+                return
+            weights, model = self._layout.parameters, dict(self._kept)
+            model |= {name: model[name].float() for name in weights}
+            # Newer than what other nodes may have of a Hub that was lost.
+            self.outer_step = 0 if self._baseline is None else self.outer_step + 1
+            self._baseline = {name: _copied(model[name], _CPU) for name in weights}
+            applied = {self.node_id: self._generation} if self._generation else {}  # is in there
+            shared = _Global(self.outer_step, model, None, applied)
+            self._take_note(shared)
+            self._exchange.outer = shared
+
+    def _wait(self, until: Callable[[], Any], what: str, seconds: float = math.inf) -> bool:
+        """Whether it has come true, before a stop was asked for or the time ran out."""
+        began = said = time.monotonic()
+        while not until():
+            now = time.monotonic()
+            if self.should_stop() or now - began > seconds:
+                return False
+            if now - said > self.node_timeout:
+                said, names = now, ", ".join(self._exchange.waits_for) or "the master"
+                log.warning("%s waits for %s (%s)", self.node_id, what, names)
+            self._ticks += 1  # a node that waits is alive
+            time.sleep(0.02)
+        return True
+
+    def _take_news(self) -> bool:
+        """Install what the thread has brought, if that is what a node does now."""
+        look = self._exchange.look
+        if look is not None and look is not self._settled:
+            return self._settle(look)
+        if self.blocking or self._exchange.fetched is None:
+            return False
+        shared, damaged = self._exchange.take(), self._exchange.refetch
+        if self._baseline is not None and not damaged and shared.step <= self.outer_step:
+            return False
+        self._install(shared, whole=damaged or self._baseline is None)
+        return True
+
+    def _settle(self, look: _Look) -> bool:
+        """Relate the state that this node starts from to the first that it sees of the Hub."""
+        self._settled = look
+        shared, exchange = look.shared, self._exchange
+        if exchange.master is not None:
+            shared = exchange.master.start_from(shared)
+        if shared is None:
+            if exchange.master is None:
+                log.warning("%s trains alone until a master has published a model", self.node_id)
+            return False
+        recorded = shared.applied.get(self.node_id, 0)
+        newest, again = max(recorded, look.generation), False
+        with self._lock:
+            if newest > self._generation:
+                # What was done after the checkpoint is in there, or in a delta that is on its way.
+                self._generation, again = newest, True
+                self._upload = look.upload if look.generation > recorded else None
+                start = self._kept or _all_tensors(self.model)
+                for name, base in (self._baseline or {}).items():
+                    base.copy_(start[name])
+            unchanged = self._baseline is not None and shared.step == self.outer_step and not again
+            if unchanged:
+                self._take_note(shared)
+            else:
+                self._install(shared, whole=self._baseline is None)
+        if self.blocking and self._upload is not None:
+            return self._wait_for_round() or not unchanged
+        return not unchanged
+
+    def _take_note(self, shared: _Global) -> None:
+        recorded = shared.applied.get(self.node_id, 0)
+        if self._upload is not None and self._upload.generation <= recorded:
+            self._upload = None
+        self._generation = max(self._generation, recorded)
+        self._odd = {name for name in self._layout.buffers if not _is_finite(shared.model[name])}
+
+    def _boundary(self) -> bool:
+        """Capture a delta, unless there is nothing to relate it to or one is in flight."""
+        with self._lock, _signals_deferred():
+            self._finish_capture()
+            alone = self._settled is None or self._baseline is None
+            if alone or self._exchange.refetch:
+                return False
+            if self._upload is None:
+                self._capture()
+            elif not self.blocking:
+                return False
+        self._exchange.wake.set()
+        return self._wait_for_round() if self.blocking else False
+
+    def _wait_for_round(self) -> bool:
+        """Until the shared model holds the delta in flight (or there is one to replace a NaN)."""
+        with self._lock:
+            self._finish_capture()
+        exchange, number = self._exchange, self._generation
+
+        def published() -> bool:
+            found = exchange.fetched
+            return found is not None and found.applied.get(self.node_id, 0) >= number
+
+        if not self._wait(published, f"the round of its delta {number}"):
+            return False
+        self._install(exchange.take(), whole=True)
+        return True
+
+    def _capture(self) -> None:
+        """Copy the model, into memory that is kept; the delta is made of that later."""
+        parameters, buffers = _tensors(self.model)
+        for name, tensor in {**parameters, **buffers}.items():
+            if name not in self._buffers:
+                dtype = torch.float32 if name in parameters else tensor.dtype
+                self._buffers[name] = _new_tensor(tensor, dtype)
+            self._buffers[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in parameters.values()):
+            torch.cuda.synchronize()
+        self._captured = self.local_step, self.outer_step, dict(self._buffers)
+
+    def _finish_capture(self) -> None:
+        """Make the delta of what was captured; the baseline becomes what that leads to."""
+        if self._captured is None:
+            return
+        with _signals_deferred():
+            (step, version, delta), self._captured = self._captured, None
+            for name, base in self._baseline.items():
+                torch.sub(base, delta[name], out=delta[name])
+                delta[name] = _rounded(delta[name], self.delta_dtype)
+            odd = [n for n, t in delta.items() if n not in self._odd and not _is_finite(t)]
+            if odd:
+                message = "%s takes the shared model as it is: its own is not finite (%s)"
+                log.warning(message, self.node_id, ", ".join(odd[:3]))
+                self._exchange.refetch = True
+                self._exchange.wake.set()
+                return
+            for name, base in self._baseline.items():
+                base.sub_(delta[name])
+            self._generation += 1
+            self._upload = _Upload(step, version, self._generation, delta)
+
+    def _install(self, shared: _Global, whole: bool) -> None:
+        """Put ``shared`` under the work of this node. ``whole``: in its place, buffers too."""
+        parameters, buffers = _tensors(self.model)
+        with self._lock, _signals_deferred():
+            self._finish_capture()
+            self._take_note(shared)
+            in_flight = {} if self._upload is None else self._upload.delta
+            if self._baseline is None:
+                self._baseline = {n: _new_tensor(p, torch.float32) for n, p in parameters.items()}
+            for name, live in parameters.items():
+                base, target = self._baseline[name], shared.model[name]
+                if name in in_flight:
+                    target = target - in_flight[name]
+                if whole:
+                    base.copy_(live.copy_(target))
+                else:
+                    work = base.sub_(live.to(_CPU))
+                    # In bf16 the model rounds: work is what moved since, not that.
+                    base.add_(live.copy_(target - work).to(_CPU))
+            if whole:
+                for name, live in buffers.items():
+                    live.copy_(shared.model[name])
+            self.outer_step = shared.step
+            self._exchange.refetch = False
+
+
+class _Exchange:
+    """A node's other side: all that goes over the Hub. Its thread never touches the live model."""
+
+    def __init__(self, node: DumbDiLoCo):
+        self.node, self.hub, self.layout = node, node.hub, node._layout
+        self.folder = f"nodes/{node.node_id}"
+        self.master = _Master(node) if node.role == "master" else None  # None if deposed, too
+        self.opens = math.inf  # when a master begins, if its node has not trained before
+        self.look: _Look | None = None  # the first that was seen of the Hub
+        self.fetched: _Global | None = None  # the newest version after that, until it is taken
+        self.refetch = False  # the newest one is wanted even if it is not new
+        self.error: Exception | None = None  # what the last exchange failed of
+        self.tries = 0
+        self.wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ending = False
+        self._newest, self._recorded = -1, 0  # the newest version, and our last delta in it
+        self._random = random.Random()  # for waiting times; the global one is not ours
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def outer(self) -> _Global | None:
+        return None if self.master is None else self.master.outer
+
+    @outer.setter
+    def outer(self, outer: _Global | None) -> None:
+        if self.master is not None:
+            self.master.outer = outer
+
+    @property
+    def waits_for(self) -> list[str]:
+        return [] if self.master is None else self.master.waits_for
+
+    def begin(self) -> None:
+        name = f"ckpt-{self.node.node_id}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def end(self, seconds: float) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._ending = True
+            self.wake.set()
+            thread.join(seconds)
+            if thread.is_alive():
+                log.warning("%s leaves in the middle of an exchange", self.node.node_id)
+
+    def is_ready(self) -> bool:
+        """Whether a blocking node can begin."""
+        found = self.look is not None and (self.look.shared or self.master)
+        return bool(found or isinstance(self.error, CheckpointError))
+
+    def take(self) -> _Global:
+        with self.node._lock:
+            taken, self.fetched = self.fetched, None
+        return taken
+
+    def exchange(self) -> None:
+        """Fetch what is newer, say that we live, upload what is in flight; a master aggregates.
+
+        This is the whole protocol. What fails is raised, and done again by the next exchange.
+        """
+        pointer = _read_pointer(self.hub)
+        worker = self.master is None
+        if self.look is None or (self.look.empty and pointer is not None and worker):
+            self._take_look()
+        elif pointer is not None and worker and self._wants(pointer["outer_step"]):
+            self._offer(_read_global(self.hub, pointer, self.layout))
+        if self.node._training:
+            alive = json.dumps({"counter": self.node._ticks}).encode()
+            self.hub.write(f"{self.folder}/{_ALIVE}", alive)
+        self._send()
+        if not worker and (self.node._training or time.monotonic() > self.opens):
+            self.node._found()
+            if self.outer is not None:
+                self._lead()
+
+    def _lead(self) -> None:
+        try:
+            self.master.aggregate()
+        except _Deposed as other:
+            log.error("another master published %s: %s is none now", other, self.node.node_id)
+            self.master = None
+            return
+        if self._wants(self.outer.step):
+            self._offer(self.outer)
+
+    def _wants(self, step: int) -> bool:
+        return step > self._newest or (self.refetch and self.fetched is None)
+
+    def _offer(self, shared: _Global) -> None:
+        with self.node._lock:
+            self.fetched = shared
+        self._newest = shared.step
+        self._recorded = shared.applied.get(self.node.node_id, 0)
+
+    def _take_look(self) -> None:
+        """The shared model, and what of this node's deltas is on the Hub or in that."""
+        if isinstance(self.hub, Hub):
+            self.hub._sweep([self.folder] if self.master is None else [self.folder, "global"])
+        # In this order: a delta that is listed no more has been applied to what is read then.
+        newest = max(_deltas_in(self.hub.list(self.folder)), default=0)
+        pointer, shared, upload = _read_pointer(self.hub), None, None
+        if pointer is not None:
+            shared = _read_global(self.hub, pointer, self.layout)
+            self._newest = shared.step
+            self._recorded = shared.applied.get(self.node.node_id, 0)
+        if newest > self._recorded:
+            data = _read_delta(self.hub, self.node.node_id, newest, self.layout)
+            try:
+                upload = _Upload.from_bytes(data, self.node.node_id, newest, self.layout)
+            except ValueError as error:  # the master will refuse it too
+                log.warning("delta %d of %s is of no use: %s", newest, self.node.node_id, error)
+        self.look = _Look(shared, shared is None, newest, upload)
+
+    def _send(self) -> None:
+        upload = self.node._outgoing()
+        if upload is None or upload.generation <= self._recorded:
+            return
+        name = f"{self.folder}/{_delta_file(upload.generation)}"
+        with contextlib.suppress(FileNotFoundError):
+            if upload.size is not None and self.hub.size(name) == upload.size:
+                return
+        data = upload.to_bytes(self.node.node_id)
+        self.hub.write(name, data)
+        upload.size, self.node._uploaded_step = len(data), upload.step
+
+    def _run(self) -> None:
+        failures, ending, name = 0, False, self.node.node_id
+        while not ending:
+            ending = self._ending  # one more exchange after that
+            try:
+                self.exchange()
+                if ending:
+                    self.hub.delete(f"{self.folder}/{_ALIVE}")
+                if failures:
+                    log.warning("%s reaches the Hub again", name)
+                self.error, failures = None, 0
+            except Exception as error:  # the training goes on without the Hub
+                if repr(error) != repr(self.error):
+                    log.warning("%s could not exchange, and tries again: %r", name, error)
+                self.error, failures = error, failures + 1
+            self.tries += 1
+            if not ending:
+                self._pause(failures)
+
+    def _pause(self, failures: int) -> None:
+        """Until the next look at the Hub; after failures nothing but the end shortens it."""
+        seconds = self.node.poll_interval
+        if failures:
+            permanent = isinstance(self.error, (PermissionError, CheckpointError))
+            backoff = min(seconds, 2 ** min(failures, 10) / 2)
+            seconds = self._random.uniform(0.5, 1.5) * (max(seconds, 600) if permanent else backoff)
+        elif self.master is not None and not self.node._training:
+            seconds = min(seconds, _GRACE)
+        deadline = time.monotonic() + seconds
+        while not self._ending and (left := deadline - time.monotonic()) > 0:
+            if self.wake.wait(left):
+                self.wake.clear()
+                if not failures:
+                    return
+
+
+class _Master:
+    """What makes a node the master: it completes the rounds and publishes the shared model."""
+
+    def __init__(self, node: DumbDiLoCo):
+        self.hub, self.layout, self.node_timeout = node.hub, node._layout, node.node_timeout
+        self.lr, self.momentum, self.quorum = node.outer_lr, node.outer_momentum, node.quorum
+        self.outer: _Global | None = None
+        self.waits_for: list[str] = []  # the nodes whose deltas the round lacks
+        self._ours: set[str | None] = {None}  # digests of what may be on the Hub
+        self._seen: dict[str, tuple[bytes, float]] = {}  # each node's counter, when it last moved
+        self._sizes: dict[str, int] = {}  # of deltas that looked cut
+        self._refused: set[str] = set()
+
+    def start_from(self, shared: _Global | None) -> _Global | None:
+        """The Hub's version, unless there is none or a checkpoint has a newer one."""
+        if shared is not None:
+            self._ours.add(shared.digest)
+            if self.outer is None or shared.step >= self.outer.step:
+                self.outer = shared
+        return self.outer
+
+    def aggregate(self) -> None:
+        """Publish what is not on the Hub yet, and another version if a round is complete."""
+        pointer = _read_pointer(self.hub) or {"sha256": None, "file": None}
+        if pointer["sha256"] not in self._ours:
+            raise _Deposed(pointer["file"])
+        if pointer["sha256"] is None or pointer["sha256"] != self.outer.digest:
+            self._publish()
+        following = self._round(*self._survey())
+        if following is not None:
+            self.outer = following
+            self._publish()
+
+    def _publish(self) -> None:
+        """The version, then the pointer. Applied deltas are deleted when that is seen there."""
+        data = _to_bytes(self.outer.state_dict())
+        digest, file = hashlib.sha256(data).hexdigest(), _global_file(self.outer.step)
+        self.outer = dataclasses.replace(self.outer, digest=digest)
+        self._ours.add(digest)
+        pointer = {
+            "outer_step": self.outer.step,
+            "file": file,
+            "bytes": len(data),
+            "sha256": digest,
+            "algorithm": _ALGORITHM,
+            "updated_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        self.hub.write(f"global/{file}", data)
+        self.hub.write(f"global/{_POINTER}", json.dumps(pointer, indent=2).encode())
+        self._ours = {digest, None}
+        for name in self.hub.list("global"):
+            match = _GLOBAL_FILE.fullmatch(name)
+            if match and int(match[1]) <= self.outer.step - 3:
+                self._delete(f"global/{name}")
+
+    def _survey(self) -> tuple[dict[str, list[int]], set[str]]:
+        """The numbers of the deltas that are to be applied, by node, and which nodes live."""
+        deltas, now = {}, time.monotonic()
+        for node in filter(_NODE_ID.fullmatch, self.hub.list("nodes")):
+            names = self.hub.list(f"nodes/{node}")
+            applied = self.outer.applied.get(node, 0)
+            for number in _deltas_in(names):
+                if number <= applied:
+                    self._delete(f"nodes/{node}/{_delta_file(number)}")
+                else:
+                    deltas.setdefault(node, []).append(number)
+            if _ALIVE not in names:
+                self._seen.pop(node, None)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                counter = self.hub.read(f"nodes/{node}/{_ALIVE}", 100)
+                if self._seen.get(node, (None,))[0] != counter:
+                    self._seen[node] = counter, now
+        moved = {node for node, (_, when) in self._seen.items() if now - when < self.node_timeout}
+        return deltas, moved
+
+    def _round(self, deltas: dict[str, list[int]], live: set[str]) -> _Global | None:
+        """The next version, if enough deltas have arrived: their sum, in the order of the nodes."""
+        if not self._is_complete(set(deltas), live):
+            return None
+        total, applied, counted = {}, dict(self.outer.applied), set()
+        for node in sorted(deltas):
+            for number in deltas[node]:
+                delta = self._usable_delta(node, number)
+                if delta is _LATER:
+                    break
+                applied[node] = number
+                if delta is not None:
+                    _add(total, delta, self.outer, self.layout)
+                    counted.add(node)
+        arrived = {node for node in deltas if applied.get(node) != self.outer.applied.get(node)}
+        if not self._is_complete(arrived, live):
+            return None
+        outer, nodes = self.outer, len(live | counted)
+        if total:  # else all were refused, which another version has to say
+            outer = _outer_step(outer, total, nodes, self.lr, self.momentum, self.layout)
+        return dataclasses.replace(outer, step=outer.step + 1, applied=applied, digest=None)
+
+    def _is_complete(self, arrived: set[str], live: set[str]) -> bool:
+        self.waits_for = sorted(live - arrived)
+        enough = len(arrived) >= self.quorum if self.quorum else not self.waits_for
+        return bool(arrived) and enough
+
+    def _usable_delta(self, node: str, number: int) -> Any:
+        """Its tensors, None if it is refused, _LATER if it may still be on its way."""
+        name = f"nodes/{node}/{_delta_file(number)}"
+        if name in self._refused:
+            return None
+        size = self.hub.size(name)
+        data = _read_delta(self.hub, node, number, self.layout)
+        try:
+            upload = _Upload.from_bytes(data, node, number, self.layout)
+            self.layout.check_buffers(upload.delta, self.outer)
+        except ValueError as error:
+            if self._sizes.pop(name, None) != size:  # it may be cut, and still grow
+                self._sizes[name] = size
+                return _LATER
+            log.warning("%s is refused: %s", name, error)
+            self._refused.add(name)
+            return None
+        log.info("%s: %d versions old", name, self.outer.step - upload.base_outer_step)
+        return upload.delta
+
+    def _delete(self, name: str) -> None:
+        """Delete what is not needed. That it stays is harmless: the next exchange tries again."""
+        self._refused.discard(name)
+        self._sizes.pop(name, None)
+        try:
+            self.hub.delete(name)
+        except Exception as error:
+            log.debug("%s was not deleted: %r", name, error)
+
+
+class _Deposed(Exception):
+    """Another master has published a version."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Global:
+    """A version of the shared model. Its tensors are never changed: a checkpoint may read them."""
+
+    step: int
+    model: dict[str, torch.Tensor]  # parameters in fp32, buffers as they are
+    momentum: dict[str, torch.Tensor] | None
+    applied: dict[str, int]  # of each node the last delta that is in here
+    digest: str | None = None  # sha256 of its file, once there is one
+
+    def state_dict(self) -> dict:
+        names = {"outer_step": self.step, "model": self.model, "momentum": self.momentum}
+        return {**names, "applied": self.applied}
+
+    @staticmethod
+    def from_state(state: Any, layout: _Layout) -> _Global:
+        """ValueError when it is not a version of this model."""
+        names = ("outer_step", "model", "momentum", "applied")
+        step, model, momentum, applied = (_item(state, name) for name in names)
+        layout.check(model, [torch.float32])
+        if momentum is not None:
+            layout.check(momentum, [torch.float32], buffers=False)
+        _check_type("applied", applied, dict)
+        for node, number in applied.items():
+            if not (isinstance(node, str) and _NODE_ID.fullmatch(node)):
+                raise ValueError(f"applied must be of nodes, got {node!r:.80}")
+            _check_int(f"applied {node}", number, 0)
+        return _Global(_check_int("outer_step", step, 0), model, momentum, applied)
+
+
+@dataclasses.dataclass
+class _Upload:
+    """A delta: baseline - parameters in ``delta_dtype``, and the values of the buffers."""
+
+    step: int  # of its node
+    base_outer_step: int  # the version that it starts from
+    generation: int  # its number: a node's deltas count up
+    delta: dict[str, torch.Tensor]
+    size: int | None = None  # bytes on the Hub, once it is there
+
+    def state_dict(self) -> dict:
+        names = {"step": self.step, "base_outer_step": self.base_outer_step}
+        return {**names, "baseline_generation": self.generation, "delta": self.delta}
+
+    @staticmethod
+    def from_state(state: Any, layout: _Layout) -> _Upload:
+        """ValueError when it is not a delta of this model."""
+        names = ("step", "base_outer_step", "baseline_generation")
+        numbers = [_check_int(name, _item(state, name), 0) for name in names]
+        delta = _item(state, "delta")
+        layout.check(delta, _DELTA_DTYPES)
+        return _Upload(*numbers, delta)
+
+    def to_bytes(self, node: str) -> bytes:
+        header = {"node_id": node, "generation": self.generation, "step": self.step}
+        header["base_outer_step"] = self.base_outer_step
+        return _to_bytes({**header, "delta": self.delta})
+
+    @staticmethod
+    def from_bytes(data: bytes | None, node: str, number: int, layout: _Layout) -> _Upload:
+        """ValueError when it is not this delta of this node and model. No code in it is run."""
+        if data is None:
+            raise ValueError(f"more than {layout.limit} bytes")
+        try:
+            payload = _unpacked(data, f"delta {number} of {node}")
+            header = _item(payload, "node_id"), _item(payload, "generation")
+            if not (header[0] == node and header[1] == number):
+                raise ValueError(f"its header says {header!r:.200}")
+            upload = _Upload.from_state({**payload, "baseline_generation": number}, layout)
+        except Exception as error:  # damaged or hostile bytes make torch raise almost anything
+            raise ValueError(f"{error!r:.500}") from error
+        upload.size = len(data)
+        return upload
+
+
+@dataclasses.dataclass
+class _Look:
+    """What a node finds on the Hub when it starts."""
+
+    shared: _Global | None
+    empty: bool  # there was none
+    generation: int  # of the newest of its own deltas that is there
+    upload: _Upload | None  # that delta, where it is not applied yet
+
+
+class _Layout:
+    """What travels: names, shapes, dtypes; and the most bytes that this can take."""
+
+    def __init__(self, model: torch.nn.Module):
+        parameters, buffers = _tensors(model)
+        if not parameters:
+            raise ValueError("model has no floating-point parameter to train")
+        for name, tensor in {**parameters, **buffers}.items():
+            lazy = torch.nn.parameter.is_lazy(tensor)
+            dense = not lazy and tensor.layout == torch.strided and not tensor.is_quantized
+            if not dense or tensor.is_meta or tensor.is_complex() or tensor.is_nested:
+                raise ValueError(
+                    f"model: {name} cannot be shared, it is {type(tensor).__name__}"
+                    f" of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+                )
+        self.parameters = {name: tensor.shape for name, tensor in parameters.items()}
+        self.buffers = {name: (tensor.shape, tensor.dtype) for name, tensor in buffers.items()}
+        size = sum(4 * p.numel() for p in parameters.values())
+        size += sum(b.numel() * max(4, b.dtype.itemsize) for b in buffers.values())
+        # A kilobyte a tensor for what the file says about it.
+        self.limit = 2 * size + (1 << 20) + 2048 * (len(parameters) + len(buffers))
+
+    def check(self, tensors: Any, dtypes: Iterable[torch.dtype], buffers: bool = True) -> None:
+        """ValueError naming all names, shapes and dtypes that differ; parameters must be finite."""
+        _check_type("tensors", tensors, dict)
+        wanted = {name: (shape, dtypes) for name, shape in self.parameters.items()}
+        if buffers:
+            wanted |= {name: (shape, [dtype]) for name, (shape, dtype) in self.buffers.items()}
+        problems = [f"missing: {name}" for name in sorted(wanted.keys() - tensors.keys())]
+        problems += [
+            f"unexpected: {name}" for name in sorted(map(str, tensors.keys() - wanted.keys()))
+        ]
+        for name in wanted.keys() & tensors.keys():
+            (shape, allowed), tensor = wanted[name], tensors[name]
+            if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+                problems.append(f"{name}: not a plain tensor")
+            elif tensor.device.type != "cpu" or tensor.is_nested:
+                problems.append(f"{name}: a tensor on {tensor.device}")
+            elif tensor.shape != shape or tensor.dtype not in allowed:
+                found = f"{tuple(tensor.shape)} {tensor.dtype}"
+                problems.append(f"{name}: {found} instead of {tuple(shape)} {allowed[0]}")
+            elif name in self.parameters and not _is_finite(tensor):
+                problems.append(f"{name}: not finite")
+        if problems:
+            raise ValueError("; ".join(problems[:20]))
+
+    def check_buffers(self, delta: dict[str, torch.Tensor], outer: _Global) -> None:
+        """ValueError when a value is not finite where that of the shared model is."""
+        for name in self.buffers:
+            value = delta[name]
+            if not _is_finite(value) and (value.isfinite() < outer.model[name].isfinite()).any():
+                raise ValueError(f"{name}: not finite")
+
+
+def _add(total: dict, delta: dict[str, torch.Tensor], outer: _Global, layout: _Layout) -> None:
+    """Add a delta: parameters in fp32, float buffers as a change, of others the largest value."""
+    for name, value in delta.items():
+        if name in layout.parameters:
+            value = value if name in total else value.float().contiguous()
+        elif value.is_floating_point():
+            change = value.double() - outer.model[name].double()
+            value = change.masked_fill_(~outer.model[name].isfinite(), 0)
+        if name not in total:
+            total[name] = value
+        elif value.is_floating_point():
+            total[name].add_(value)
+        else:
+            total[name] = torch.maximum(total[name], value)
+
+
+def _outer_step(
+    outer: _Global, total: dict, nodes: int, lr: float, momentum: float, layout: _Layout
+) -> _Global:
+    """Nesterov SGD on the mean delta (Douillard et al. 2023, algorithm 1, line 14)."""
+    model = {name: _copied(tensor, _CPU) for name, tensor in outer.model.items()}
+    weights = {name: model[name] for name in layout.parameters}
+    sgd = torch.optim.SGD(weights.values(), lr=lr, momentum=momentum, nesterov=momentum > 0)
+    for name, weight in weights.items():
+        weight.grad = total[name].div_(nodes)
+        if momentum and outer.momentum:
+            sgd.state[weight]["momentum_buffer"] = _copied(outer.momentum[name], _CPU)
+    sgd.step()
+    for name in layout.buffers:
+        if model[name].is_floating_point():
+            model[name].add_(total[name].div_(nodes))
+        else:
+            model[name] = torch.maximum(model[name], total[name])
+    kept = {n: sgd.state[w]["momentum_buffer"] for n, w in weights.items()} if momentum else None
+    for weight in weights.values():
+        weight.grad = None  # its memory is not needed any more
+    return dataclasses.replace(outer, model=model, momentum=kept)
+
+
+def _tensors(model: torch.nn.Module) -> tuple[dict, dict]:
+    """What travels, live: floating parameters, tied ones once, and what else the state holds."""
+    named = model.named_parameters(remove_duplicate=False)
+    every = {_bare_name(model, name): p for name, p in named}
+    once = {_bare_name(model, name) for name, _ in model.named_parameters()}
+    floating = {name for name, p in every.items() if p.is_floating_point()}
+    parameters = {name: every[name].detach() for name in every if name in floating & once}
+    state = model_state_dict(model).items()
+    others = {n: t for n, t in state if n not in floating and isinstance(t, torch.Tensor)}
+    return parameters, others
+
+
+def _all_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters, buffers = _tensors(model)
+    return {**parameters, **buffers}
+
+
+def _new_tensor(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """On the CPU, of that shape; where the model is on a GPU, in memory that it copies to fast."""
+    size = like.numel() * dtype.itemsize
+    if like.is_cuda:
+        memory = torch.empty(size, dtype=torch.uint8, device=_CPU, pin_memory=True)
+    else:
+        memory = _new_buffer(size)
+    return memory.view(dtype).view(like.shape)
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.float16:  # beyond its range it would be infinite; the rest goes next time
+        tensor = tensor.clamp(-65504, 65504)
+    return tensor.to(dtype)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all is finite, and sums of it will be."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    narrow = tensor.dtype.itemsize == 1  # for which torch has no minimum
+    low, high = map(float, (tensor.float() if narrow else tensor).aminmax())
+    return low > -1e30 and high < 1e30
+
+
+def _read_pointer(hub: Any) -> dict | None:
+    """What names the newest version of the shared model; None when there is none."""
+    try:
+        pointer = json.loads(hub.read(f"global/{_POINTER}", 1 << 16))
+    except FileNotFoundError:
+        return None
+    _check_type("the pointer", pointer, dict)
+    if pointer.get("algorithm") != _ALGORITHM:
+        raise CheckpointError(f"global/{_POINTER} is not of {_ALGORITHM}: {pointer!r:.200}")
+    for name in ("outer_step", "bytes"):
+        _check_int(name, pointer.get(name), 0)
+    for name in ("file", "sha256"):
+        _check_type(name, pointer.get(name), str)
+    if not _GLOBAL_FILE.fullmatch(pointer["file"]):
+        raise ValueError(f"global/{_POINTER} names {pointer['file']!r}")
+    return pointer
+
+
+def _read_global(hub: Any, pointer: dict, layout: _Layout) -> _Global:
+    name = f"global/{pointer['file']}"
+    try:
+        size = hub.size(name)
+        data = hub.read(name) if size <= layout.limit else b""
+    except FileNotFoundError:  # there are newer ones
+        again = _read_pointer(hub)
+        if again in (None, pointer):
+            raise
+        return _read_global(hub, again, layout)
+    try:
+        if size > layout.limit:
+            raise ValueError(f"it has {size} bytes, this one at most {layout.limit}")
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != pointer["sha256"]:
+            raise OSError(f"{name} is not yet what {_POINTER} says")
+        shared = _Global.from_state(_unpacked(data, name), layout)
+    except OSError:
+        raise
+    except Exception as error:
+        message = f"{name} does not hold this model: {error}"
+        raise CheckpointError(message, path=name, step=pointer["outer_step"]) from error
+    return dataclasses.replace(shared, digest=digest)
+
+
+def _read_delta(hub: Any, node: str, number: int, layout: _Layout) -> bytes | None:
+    """None when it is larger than one can be."""
+    name = f"nodes/{node}/{_delta_file(number)}"
+    return hub.read(name) if hub.size(name) <= layout.limit else None
+
+
+def _to_bytes(payload: dict) -> bytes:
+    file = io.BytesIO()
+    torch.save(payload, file)
+    return file.getvalue()
+
+
+def _unpacked(data: bytes, name: str) -> Any:
+    """What ``torch.save`` has made, checked against its checksums, without running any code."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if sum(record.file_size for record in archive.infolist()) > len(data):
+            raise ValueError("it would grow when it is read")
+    damaged = _damaged_record(io.BytesIO(data), name)
+    if damaged:
+        raise ValueError(f"record {damaged!r} is missing or fails its checksum")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _item(mapping: Any, name: str) -> Any:
+    if not isinstance(mapping, dict) or name not in mapping:
+        raise ValueError(f"{name} is missing")
+    return mapping[name]
+
+
+def _deltas_in(names: list[str]) -> list[int]:
+    return sorted(int(match[1]) for match in map(_DELTA_FILE.fullmatch, names) if match)
+
+
+def _delta_file(number: int) -> str:
+    return f"delta_{number:012d}.pt"
+
+
+def _global_file(step: int) -> str:
+    return f"step_{step:012d}.pt"
+
+
+_ALGORITHM, _ALIVE = "dumb_diloco", "alive.json"
+_CPU = torch.device("cpu")
+_DELTA_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+_DELTA_FILE = re.compile(r"delta_([0-9]{12})\.pt")
+_GLOBAL_FILE = re.compile(r"step_([0-9]{12})\.pt")
+_GRACE = 1.0  # seconds in which the state of a master may still be loaded
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LATER = object()
+_NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -1934,7 +1934,9 @@ class Hub:
 
         self.url = os.fspath(url)
         try:
-            self._files, root = fsspec.core.url_to_fs(self.url or "://")
+            if not self.url:
+                raise ValueError("which is empty")
+            self._files, root = fsspec.core.url_to_fs(self.url)
         except ValueError as error:
             message = f"url must be a directory or a URL that fsspec knows, got {self.url!r}"
             raise ValueError(f"{message} ({error})") from error
@@ -2278,16 +2280,8 @@ class DumbDiLoCo:
             if exchange.master is None:
                 log.warning("%s trains alone until a master has published a model", self.node_id)
             return False
-        recorded = shared.applied.get(self.node_id, 0)
-        newest, again = max(recorded, look.generation), False
         with self._lock:
-            if newest > self._generation:
-                # What was done after the checkpoint is in there, or in a delta that is on its way.
-                self._generation, again = newest, True
-                self._upload = look.upload if look.generation > recorded else None
-                start = self._kept or _all_tensors(self.model)
-                for name, base in (self._baseline or {}).items():
-                    base.copy_(start[name])
+            again = self._rejoin(look, shared.applied.get(self.node_id, 0))
             unchanged = self._baseline is not None and shared.step == self.outer_step and not again
             if unchanged:
                 self._take_note(shared)
@@ -2296,6 +2290,25 @@ class DumbDiLoCo:
         if self.blocking and self._upload is not None:
             return self._wait_for_round() or not unchanged
         return not unchanged
+
+    def _rejoin(self, look: _Look, recorded: int) -> bool:
+        """Whether the Hub holds a delta which this state, of an older checkpoint, does not know.
+
+        What was done after the checkpoint is in there, so it is not to be counted again.
+        """
+        newest = max(recorded, look.generation)
+        found = look.upload if look.generation > recorded else None
+        unknown = newest > self._generation
+        if found is not None and newest == self._generation:
+            # The same number may be that of another delta, of a run that began without checkpoint.
+            unknown = self._upload is not None and not self._upload.equals(found)
+            self._upload = found
+        if unknown:
+            self._generation, self._upload = newest, found
+            start = self._kept or _all_tensors(self.model)
+            for name, base in (self._baseline or {}).items():
+                base.copy_(start[name])
+        return unknown
 
     def _take_note(self, shared: _Global) -> None:
         recorded = shared.applied.get(self.node_id, 0)
@@ -2467,7 +2480,8 @@ class _Exchange:
             alive = json.dumps({"counter": self.node._ticks}).encode()
             self.hub.write(f"{self.folder}/{_ALIVE}", alive)
         self._send()
-        if not worker and (self.node._training or time.monotonic() > self.opens):
+        begun = self.node._training or time.monotonic() > self.opens
+        if not worker and begun and self.node._settled is not None:
             self.node._found()
             if self.outer is not None:
                 self._lead()
@@ -2748,6 +2762,9 @@ class _Upload:
         layout.check(delta, _DELTA_DTYPES)
         return _Upload(*numbers, delta)
 
+    def equals(self, other: _Upload) -> bool:
+        return all(torch.equal(tensor, other.delta[name]) for name, tensor in self.delta.items())
+
     def to_bytes(self, node: str) -> bytes:
         header = {"node_id": node, "generation": self.generation, "step": self.step}
         header["base_outer_step"] = self.base_outer_step
@@ -2784,12 +2801,13 @@ class _Layout:
     """What travels: names, shapes, dtypes; and the most bytes that this can take."""
 
     def __init__(self, model: torch.nn.Module):
+        if any(map(torch.nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+            raise ValueError("model has parameters without a shape yet: run one batch through it")
         parameters, buffers = _tensors(model)
         if not parameters:
             raise ValueError("model has no floating-point parameter to train")
         for name, tensor in {**parameters, **buffers}.items():
-            lazy = torch.nn.parameter.is_lazy(tensor)
-            dense = not lazy and tensor.layout == torch.strided and not tensor.is_quantized
+            dense = tensor.layout == torch.strided and not tensor.is_quantized
             if not dense or tensor.is_meta or tensor.is_complex() or tensor.is_nested:
                 raise ValueError(
                     f"model: {name} cannot be shared, it is {type(tensor).__name__}"

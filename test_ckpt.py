@@ -6,16 +6,19 @@ already, so that each costs milliseconds.
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
 import errno
 import functools
 import gc
+import hashlib
 import io
 import itertools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -32,11 +35,13 @@ import tempfile
 import threading
 import time
 import types
+import typing
 import warnings
 import weakref
 import zipfile
 from pathlib import Path
 
+import fsspec.implementations.dirfs
 import numpy as np
 import pytest
 import torch
@@ -44,7 +49,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import ckpt
-from ckpt import CheckpointError, CheckpointManager, Trainer
+from ckpt import CheckpointError, CheckpointManager, DumbDiLoCo, Hub, Trainer
 
 ROOT = Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -4647,6 +4652,1171 @@ def test_exact_resume_of_a_checkpoint_taken_before_the_first_step():
     resumed.resume(state)
     resumed.fit(13)
     same(resumed.state_dict(), whole.state_dict())
+
+
+# --------------------------------------------------------------------------------------------------
+# Hub
+# --------------------------------------------------------------------------------------------------
+class Renaming(fsspec.implementations.dirfs.DirFileSystem):
+    """A store with a rename of its own that is no directory to ckpt, as SFTP has it."""
+
+    protocol = "renaming"
+    calls: typing.ClassVar = []
+
+    def __init__(self, **options):
+        super().__init__("/", fs=fsspec.filesystem("file"), **options)
+
+    def mv(self, source, target, **options):
+        self.calls.append((os.path.basename(source), os.path.basename(target)))
+        assert os.path.getsize(source) > 0
+        os.replace(source, target)
+
+
+fsspec.register_implementation("renaming", Renaming, clobber=True)
+
+
+@pytest.fixture(params=["directory", "memory://", "renaming://"])
+def hub(request, tmp_path):
+    where = tmp_path / "hub"
+    if request.param == "memory://":
+        where = f"memory://{tmp_path.name}"
+    return Hub(f"renaming://{where}" if request.param == "renaming://" else where)
+
+
+def test_a_hub_holds_named_bytes(hub):
+    assert hub.list("nodes") == []
+    with pytest.raises(FileNotFoundError):
+        hub.read("nodes/a/alive.json")
+    with pytest.raises(FileNotFoundError):
+        hub.size("nodes/a/alive.json")
+    hub.write("nodes/a/alive.json", b"one")
+    hub.write("nodes/a/alive.json", b"three")
+    hub.write("nodes/b.json", b"x" * 100)
+    assert hub.read("nodes/a/alive.json") == b"three"
+    assert hub.read("nodes/a/alive.json", 2) == b"th"
+    assert hub.read("nodes/a/alive.json", 1000) == b"three"
+    assert hub.size("nodes/b.json") == 100
+    assert hub.list("nodes") == ["a", "b.json"]
+    assert hub.list("nodes/a") == ["alive.json"]
+    hub.delete("nodes/b.json")
+    hub.delete("nodes/b.json")
+    assert hub.list("nodes") == ["a"]
+
+
+def test_another_program_sees_what_was_written_and_the_hub_what_that_writes(tmp_path):
+    hub = Hub(tmp_path / "hub")
+    hub.write("global/a", b"1")
+    assert hub.list("global") == ["a"]
+    assert (tmp_path / "hub" / "global" / "a").read_bytes() == b"1"
+    (tmp_path / "hub" / "global" / "b").write_bytes(b"22")
+    assert hub.list("global") == ["a", "b"]
+    assert hub.size("global/b") == 2
+
+
+NAMES = [
+    "", "/", "a/", "/a", "../x", "a/../../x", "..", ".", "a/./b", ".hidden", "a/.b", "a\\b",
+    "a\0", "a b", "ä", "~", "a\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_never_leave_the_hub(tmp_path, name):
+    hub = Hub(tmp_path / "in" / "hub")
+    for use in (hub.read, hub.list, hub.delete, hub.size, lambda name: hub.write(name, b"")):
+        with pytest.raises(ValueError, match="name must be"):
+            use(name)
+    assert listing(tmp_path) == []
+
+
+def test_links_out_of_the_hub_are_not_listed(tmp_path):
+    (tmp_path / "hub" / "nodes").mkdir(parents=True)
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "hub" / "nodes" / "a").symlink_to(tmp_path / "secret")
+    (tmp_path / "hub" / "nodes" / "b").symlink_to("/etc/hostname")
+    os.mkfifo(tmp_path / "hub" / "nodes" / "c")
+    assert Hub(tmp_path / "hub").list("nodes") == []
+
+
+def test_a_directory_hub_writes_durably(tmp_path, monkeypatch):
+    hub = Hub(tmp_path)
+    calls = record_calls(monkeypatch)
+    hub.write("latest.json", b"1")
+    assert calls == ["fsync file", "replace", "fsync directory"]
+
+
+def test_a_store_that_can_rename_gets_a_temporary_name_first(tmp_path, monkeypatch):
+    hub = Hub(f"renaming://{tmp_path}")
+    Renaming.calls.clear()
+    hub.write("global/a", b"1")
+    ((temporary, target),) = Renaming.calls
+    assert re.fullmatch(r"\.a\.tmp-[0-9a-f]{16}", temporary)
+    assert target == "a"
+    monkeypatch.setattr(Renaming, "mv", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hub.write("global/a", b"2")
+    assert listing(tmp_path / "global") == ["a"]
+    assert hub.read("global/a") == b"1"
+
+
+def test_what_is_no_hub(tmp_path):
+    with pytest.raises(ValueError, match=r"url must be .* got 'nonsense://x'"):
+        Hub("nonsense://x")
+    with pytest.raises(ValueError, match="url must be"):
+        Hub("")
+    with pytest.raises(TypeError, match="url"):
+        Hub(3)
+    with pytest.raises(ImportError, match=r"(?i)install"):
+        Hub("dropbox://x")
+
+
+def write_over_and_over(directory):
+    hub = Hub(directory)
+    for number in range(300):
+        hub.write("nodes/a/delta", bytes([number % 256]) * 100_000)
+
+
+def test_a_reader_of_a_directory_hub_never_sees_a_part(tmp_path):
+    hub, seen = Hub(tmp_path), set()
+
+    def read():
+        while hub.list("nodes/a") != ["delta"]:
+            assert hub.list("nodes/a") == []
+        while len(seen) < 10:
+            assert hub.list("nodes/a") == ["delta"]
+            assert hub.size("nodes/a/delta") == 100_000
+            data = hub.read("nodes/a/delta")
+            assert data == data[:1] * 100_000
+            seen.add(data[0])
+
+    in_child(write_over_and_over, tmp_path, meanwhile=read)
+    assert len(seen) == 10
+
+
+# --------------------------------------------------------------------------------------------------
+# DumbDiLoCo: what it is given
+# --------------------------------------------------------------------------------------------------
+class Vector(nn.Module):
+    """Parameters that a test moves by hand."""
+
+    def __init__(self, values=(1.0,), dtype=torch.float32):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def node_of(hub, name="a", values=(1.0,), model=None, **options):
+    options = {"role": "master" if name == "a" else "worker", "inner_steps": 1, **options}
+    model = Vector(values) if model is None else model
+    return DumbDiLoCo(model, hub, node_id=name, **{"poll_interval": 0.02, **options})
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """Exchanges run when the test says exchange(node), and once in start()."""
+
+    def once(self):
+        try:
+            self.exchange()
+        except Exception as error:
+            self.error = error
+        self.tries += 1
+
+    monkeypatch.setattr(ckpt._Exchange, "_run", once)
+
+
+def exchange(*nodes):
+    for node in nodes:
+        node._exchange.exchange()
+
+
+def move(node, down=0.0, index=...):
+    with torch.no_grad():
+        node.model.w[index] -= down
+    return node.after_optimizer_step(node.model, 1)
+
+
+def global_on(hub):
+    pointer = json.loads(hub.read("global/latest.json"))
+    data = hub.read(f"global/{pointer['file']}")
+    assert (len(data), hashlib.sha256(data).hexdigest()) == (pointer["bytes"], pointer["sha256"])
+    shared = torch.load(io.BytesIO(data), weights_only=True)
+    assert shared["outer_step"] == pointer["outer_step"]
+    assert pointer["file"] == f"step_{pointer['outer_step']:012}.pt"
+    return shared
+
+
+def deltas_on(hub):
+    return [f"{n}/{f}" for n in hub.list("nodes") for f in hub.list(f"nodes/{n}") if "delta" in f]
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "a\\b", "..", ".hidden", "", "a\0", "a" * 65, "ä", "a\n", "-a"]
+)
+def test_node_ids_are_names_of_folders(tmp_path, name):
+    with pytest.raises(ValueError, match="node_id must be"):
+        DumbDiLoCo(Vector(), tmp_path / "hub", node_id=name)
+    assert listing(tmp_path) == []
+
+
+BAD = {
+    "role": ["boss", None], "inner_steps": [0, 1.5, True], "poll_interval": [0, -1, "1", True],
+    "outer_lr": [0, -0.1, "x", math.nan], "outer_momentum": [-0.1, 1, "x", math.nan],
+    "quorum": [0, 1.5], "node_timeout": [0, "x"], "delta_dtype": [torch.float64, "fp32"],
+    "node_id": [3], "hub": [3, None, object()], "model": [None, nn.Linear],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD.items() for v in values])
+def test_bad_arguments_of_a_node_are_named(tmp_path, name, value):
+    arguments = {"model": Vector(), "hub": tmp_path / "hub", "node_id": "a", name: value}
+    with pytest.raises((ValueError, TypeError), match=name) as raised:
+        DumbDiLoCo(arguments.pop("model"), arguments.pop("hub"), **arguments)
+    if name not in ("hub", "model"):
+        assert repr(value) in str(raised.value)
+    assert listing(tmp_path) == []
+
+
+def odd_models():
+    yield "lazy", nn.LazyLinear(2)
+    yield "meta", nn.Linear(2, 2, device="meta")
+    yield "complex", nn.Linear(2, 2, dtype=torch.complex64)
+    yield "none", nn.ReLU()
+
+
+@pytest.mark.parametrize("name", ["lazy", "meta", "complex", "none"])
+def test_models_that_cannot_be_shared(tmp_path, name):
+    with pytest.raises(ValueError, match="model"):
+        DumbDiLoCo(dict(odd_models())[name], tmp_path, node_id="a")
+
+
+def test_a_hub_may_be_any_object_with_its_methods(by_hand):
+    class Dict:
+        def __init__(self):
+            self.files = {}
+
+        def read(self, name, limit=None):
+            if name not in self.files:
+                raise FileNotFoundError(name)
+            return self.files[name][:limit]
+
+        def write(self, name, data):
+            self.files[name] = data
+
+        def list(self, folder):
+            found = [n for n in self.files if n.startswith(f"{folder}/")]
+            return sorted({n[len(folder) + 1 :].partition("/")[0] for n in found})
+
+        def delete(self, name):
+            self.files.pop(name, None)
+
+        def size(self, name):
+            return len(self.read(name))
+
+    node = node_of(Dict(), outer_lr=1.0, outer_momentum=0.0)
+    node.start()
+    move(node, 0.25)
+    exchange(node)
+    move(node)
+    assert node.model.w.item() == 0.75
+    assert global_on(node.hub)["model"]["w"].item() == 0.75
+
+
+def test_calls_out_of_order(tmp_path, by_hand):
+    node = node_of(tmp_path)
+    with pytest.raises(RuntimeError, match="call start"):
+        node.after_optimizer_step(node.model, 1)
+    node.stop()
+    node.start()
+    with pytest.raises(RuntimeError, match="already"):
+        node.start()
+    state = node.state_dict()
+    move(node)
+    with pytest.raises(RuntimeError, match="is training"):
+        node.load_state_dict(state)
+    node.stop()
+    node.load_state_dict(state)
+    node.start()
+
+
+# --------------------------------------------------------------------------------------------------
+# DumbDiLoCo: the arithmetic
+# --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("blocking", [False, True])
+def test_two_rounds_with_a_master_rebuilt_from_the_hub(tmp_path, by_hand, blocking):
+    hub = Hub(tmp_path)
+    options = {"quorum": 2, "outer_momentum": 0.9, "inner_steps": 2, "blocking": blocking}
+    one = node_of(hub, "a", **options)
+    one.start()
+    move(one)  # which publishes version 0
+    exchange(one)
+    for expected in (0.601, 0.0319):
+        one, two = node_of(hub, "a", **options), node_of(hub, "b", **options)
+        for node, down in ((one, 0.2), (two, 0.4)):
+            node.start()
+            node.should_stop = lambda: True  # not to wait where nobody else runs
+            move(node, down / 2)
+            move(node, down / 2)
+            exchange(node)
+        exchange(one, two)
+        assert global_on(hub)["model"]["w"].item() == pytest.approx(expected, abs=1e-6)
+        assert one._exchange.fetched.step == two._exchange.fetched.step
+        exchange(one)  # what has been applied is deleted
+        assert deltas_on(hub) == []
+    assert global_on(hub)["outer_step"] == 2
+
+
+def test_plain_averaging(tmp_path, by_hand):
+    hub, options = Hub(tmp_path), {"quorum": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+    one, two = node_of(hub, "a", **options), node_of(hub, "b", **options)
+    one.start()
+    move(one, 0.2)
+    exchange(one)
+    two.start()
+    move(two, 0.4)
+    exchange(two, one)
+    assert global_on(hub)["model"]["w"].item() == pytest.approx(0.7)
+    assert global_on(hub)["momentum"] is None
+
+
+@pytest.mark.parametrize(
+    ("blocking", "momentum"), [(False, 0.5), (True, 0.9)], ids=["free", "blocking"]
+)
+def test_defaults_of_the_two_modes(tmp_path, blocking, momentum):
+    node = DumbDiLoCo(Vector(), tmp_path, node_id="a", role="master", blocking=blocking)
+    assert (node.outer_momentum, node.outer_lr) == (momentum, 0.7)
+    assert node.quorum == (0 if blocking else 1)
+    assert node.inner_steps == 500
+
+
+class Task(nn.Module):
+    """A small network without dropout, and its loss on random data of a seed."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        self.data = torch.Generator().manual_seed(seed)
+
+    def step(self, optimizer):
+        x = torch.randn(16, 3, generator=self.data)
+        optimizer.zero_grad()
+        ((self.net(x).squeeze(-1) - x.sum(1).sin()) ** 2).mean().backward()
+        optimizer.step()
+
+
+def textbook(nodes, rounds, inner_steps):
+    """DiLoCo in one process, of torch's own optimizers."""
+    models = [Task(seed) for seed in range(nodes)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    shared = Task()
+    outer = torch.optim.SGD(shared.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(rounds):
+        for model, optimizer in zip(models, inner, strict=True):
+            for _ in range(inner_steps):
+                model.step(optimizer)
+        for number, parameter in enumerate(shared.parameters()):
+            ours = [list(model.parameters())[number].detach() for model in models]
+            parameter.grad = sum(parameter.detach() - our for our in ours) / nodes
+        outer.step()
+        for model in models:
+            model.load_state_dict(shared.state_dict())
+    return shared
+
+
+def in_threads(*functions):
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        return [future.result(50) for future in [pool.submit(f) for f in functions]]
+
+
+def train_blocking(hub, number, nodes, rounds, inner_steps, role):
+    model = Task(number)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    node = node_of(
+        hub,
+        f"n{number}",
+        model=model,
+        role=role,
+        inner_steps=inner_steps,
+        blocking=True,
+        quorum=nodes,
+    )
+    node.start()
+    changed = []
+    for step in range(1, rounds * inner_steps + 1):
+        model.step(optimizer)
+        if node.after_optimizer_step(model, step):
+            changed.append(step)
+    node.stop()
+    assert changed == [inner_steps * (i + 1) for i in range(rounds)]
+    return model
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("extra_master", [False, True])
+def test_blocking_is_textbook_diloco(tmp_path, nodes, extra_master):
+    hub, rounds, inner_steps = Hub(tmp_path), 5, 7
+    if extra_master:
+        options = {"role": "master", "blocking": True, "quorum": nodes}
+        master = node_of(hub, "extra", model=Task(), **options)
+        master.start()
+    models = in_threads(
+        *(
+            functools.partial(
+                train_blocking, hub, i, nodes, rounds, inner_steps,
+                "worker" if i or extra_master else "master",
+            )
+            for i in range(nodes)
+        )
+    )  # fmt: skip
+    if extra_master:
+        master.stop()
+    expected = textbook(nodes, rounds, inner_steps)
+    for model in models:
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert (ours - theirs).abs().max() <= 1e-6
+    assert global_on(hub)["outer_step"] == rounds
+    assert global_on(hub)["applied"] == {f"n{i}": rounds for i in range(nodes)}
+    assert max(len(hub.list(f"nodes/n{i}")) for i in range(nodes)) <= 1
+
+
+def solo(rounds, work, momentum):
+    """Outer steps by hand, all work done on the newest weights."""
+    w = nn.Parameter(torch.ones(1))
+    sgd = torch.optim.SGD([w], lr=0.7, momentum=momentum, nesterov=True)
+    for _ in range(rounds):
+        w.grad = torch.full((1,), work)
+        sgd.step()
+    return w.item()
+
+
+def test_one_node_alone_makes_outer_steps(tmp_path, by_hand):
+    node = node_of(tmp_path, inner_steps=2)
+    node.start()
+    for version in range(5):
+        assert node.outer_step == max(0, version - 1)
+        assert move(node, 0.05) is (version > 0)
+        assert move(node, 0.05) is False
+        exchange(node)
+    move(node)
+    assert node.model.w.item() == pytest.approx(solo(5, 0.1, 0.5), abs=1e-6)
+
+
+def test_one_node_alone_blocking(tmp_path):
+    node = node_of(tmp_path, inner_steps=2, blocking=True)
+    node.start()
+    for version in range(1, 6):
+        assert move(node, 0.05) is False
+        assert move(node, 0.05) is True
+        assert node.model.w.item() == pytest.approx(solo(version, 0.1, 0.9), abs=1e-6)
+    node.stop()
+    assert node.hub.list("nodes/a") in ([], ["delta_000000000005.pt"])
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_newer_shared_model_is_put_under_the_work_done_meanwhile(tmp_path, by_hand):
+    hub, options = Hub(tmp_path), {"outer_lr": 1.0, "outer_momentum": 0.0, "inner_steps": 2}
+    one, two = node_of(hub, "a", **options), node_of(hub, "b", **options)
+    one.start()
+    move(one)
+    exchange(one)
+    two.start()
+    move(two, 0.25)
+    move(two, 0.25)  # captured
+    exchange(two)
+    assert move(two, 0.125) is False  # done while that is on its way
+    exchange(one)  # version 1: 1 - 0.5 / 2
+    exchange(two)
+    assert two.model.w.item() == 1 - 0.625
+    assert move(two, 0.0625) is True
+    assert two.model.w.item() == 0.75 - 0.1875  # the delta is in version 1, the rest is not
+    exchange(two)
+    state = two.state_dict()
+    assert state["pending_upload"]["delta"]["w"].item() == 0.1875
+    assert state["baseline"].keys() == {"w"}
+    assert state["baseline"]["w"].item() == two.model.w.item()
+
+
+def test_a_delta_in_flight_stays_in_the_model(tmp_path, by_hand):
+    hub, options = Hub(tmp_path), {"outer_lr": 1.0, "outer_momentum": 0.0}
+    one, two = node_of(hub, "a", inner_steps=2, **options), node_of(hub, "b", **options)
+    one.start()
+    move(one)
+    exchange(one)
+    two.start()
+    move(two, 0.25)  # captured, and not uploaded yet
+    move(one, 0.5)
+    exchange(one)  # version 1: 1 - 0.5
+    two._exchange._send = lambda: None
+    exchange(two)
+    assert move(two) is True
+    assert two.model.w.item() == 0.5 - 0.25  # and not 0.5
+    del two._exchange._send
+    exchange(two, one, two)
+    move(two)
+    assert two.model.w.item() == 0.5 - 0.125  # now it is in the mean of two
+
+
+def test_a_node_has_one_delta_in_flight(tmp_path, by_hand):
+    hub = Hub(tmp_path)
+    one, two = node_of(hub, "a"), node_of(hub, "b")
+    one.start()
+    move(one)
+    exchange(one)
+    two.start()
+    for _ in range(5):
+        move(two, 0.125)
+        exchange(two)
+    assert hub.list("nodes/b") == ["alive.json", "delta_000000000001.pt"]
+    exchange(one, two)
+    move(two)  # what was done since the first is in the second
+    assert two.state_dict()["pending_upload"]["delta"]["w"].item() == 0.5
+
+
+def running_stats(hub, name, mean, var, count):
+    model = nn.BatchNorm1d(2)
+    node = node_of(hub, name, model=model, blocking=False, quorum=2)
+    node.start()
+    model.running_mean.fill_(mean)
+    model.running_var.fill_(var)
+    model.num_batches_tracked.fill_(count)
+    return node
+
+
+def test_batch_norm_statistics_are_averaged_and_counters_are_not(tmp_path, by_hand):
+    hub = Hub(tmp_path)
+    one = running_stats(hub, "a", 1.0, 0.5, 7)
+    one.after_optimizer_step(one.model, 1)
+    exchange(one)
+    two = running_stats(hub, "b", 3.0, 0.001, 9)
+    for version in range(1, 4):
+        for node in (one, two):
+            node.after_optimizer_step(node.model, 1)
+            exchange(node)
+        exchange(one, two)
+        shared = global_on(hub)["model"]
+        assert global_on(hub)["outer_step"] == version
+        assert torch.equal(shared["running_mean"], torch.full((2,), 2.0))
+        assert torch.allclose(shared["running_var"], torch.full((2,), 0.2505), rtol=1e-6)
+        assert shared["num_batches_tracked"].dtype == torch.int64
+        assert shared["num_batches_tracked"].item() == 9
+    # free-running, the buffers of a node are its own
+    assert one.model.running_mean[0].item() == 1.0
+    assert one.model.num_batches_tracked.item() == 7
+    joiner = node_of(hub, "c", model=nn.BatchNorm1d(2))
+    joiner.start()
+    assert torch.equal(joiner.model.running_mean, torch.full((2,), 2.0))
+    assert joiner.model.num_batches_tracked.item() == 9
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("flags", torch.tensor([True, False]))
+
+
+def test_tied_frozen_masked_compiled(tmp_path, by_hand):
+    hub, options = Hub(tmp_path), {"outer_lr": 1.0, "outer_momentum": 0.0}
+    plain, other = Tied(), Tied()
+    one = node_of(hub, "a", model=plain, **options)
+    one.start()
+    before = plain.embedding.weight.detach().clone()
+    with torch.no_grad():
+        plain.embedding.weight -= 1
+    one.after_optimizer_step(plain, 1)
+    exchange(one)
+    names = ["embedding.weight", "flags", "frozen", "mask"]
+    shared = global_on(hub)["model"]
+    assert sorted(shared) == names
+    assert torch.allclose(shared["embedding.weight"], before - 1)
+    assert torch.equal(shared["mask"], plain.mask)
+    assert torch.equal(shared["flags"], plain.flags)
+    two = node_of(hub, "b", model=torch.compile(other), **options)
+    two.start()
+    assert torch.equal(other.embedding.weight, shared["embedding.weight"])
+    assert other.head.weight is other.embedding.weight
+    two.after_optimizer_step(other, 1)
+    assert sorted(two.state_dict()["pending_upload"]["delta"]) == names
+
+
+def test_bf16_parameters_have_an_outer_copy_in_fp32(tmp_path):
+    model = Vector([512.0, 3.0], dtype=torch.bfloat16)
+    options = {"outer_lr": 0.1, "outer_momentum": 0.0, "quorum": 1, "blocking": True}
+    node = node_of(tmp_path, model=model, **options)
+    node.start()
+    for _ in range(9):
+        assert move(node, 2.0, 0)  # one step of bf16 below 512
+        assert model.w.dtype == torch.bfloat16
+    node.stop()
+    shared = global_on(node.hub)["model"]["w"]
+    assert shared.dtype == torch.float32
+    # Nine times 0.2, although bf16 knows nothing between 510 and 512.
+    assert shared[0].item() == pytest.approx(512 - 9 * 0.2, abs=1e-3)
+    assert shared[1].item() == 3.0
+
+
+def test_a_bf16_model_gives_no_delta_for_its_own_rounding(tmp_path, by_hand):
+    hub = Hub(tmp_path)
+    one = node_of(hub, values=[1.0009765])
+    one.start()
+    move(one)
+    exchange(one)
+    two = node_of(hub, "b", model=Vector([0.0], dtype=torch.bfloat16))
+    two.start()
+    assert two.model.w.item() == 1.0
+    for _ in range(3):
+        two.after_optimizer_step(two.model, 1)
+        pending = two.state_dict()["pending_upload"]["delta"]["w"]
+        assert torch.equal(pending, torch.zeros(1))
+        exchange(two, one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_small_delta_dtype_rounds_away_goes_with_the_next(tmp_path, by_hand, dtype):
+    options = {"outer_lr": 1.0, "outer_momentum": 0.0, "delta_dtype": dtype}
+    node = node_of(tmp_path, values=[1.0, 1.0], **options)
+    node.start()
+    move(node, torch.tensor([1.00048828125, 70000.0]))
+    delta = node.state_dict()["pending_upload"]["delta"]["w"]
+    assert delta.dtype == dtype
+    assert delta[0].item() == 1.0
+    assert delta.isfinite().all()
+    for _ in range(4):
+        exchange(node)
+        move(node)
+    shared = global_on(node.hub)["model"]["w"]
+    assert shared.dtype == torch.float32
+    assert torch.equal(shared, torch.tensor([1 - 1.00048828125, 1 - 70000.0]))
+
+
+# --------------------------------------------------------------------------------------------------
+# DumbDiLoCo: state
+# --------------------------------------------------------------------------------------------------
+def roundtrip(state):
+    """As a checkpoint has it, loaded without running code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+KEYS = """
+    baseline baseline_generation last_global_step last_uploaded_step local_step node_id outer
+    pending_delta pending_delta_step pending_upload role
+""".split()
+
+
+def test_the_state_of_a_node(tmp_path, by_hand):
+    node = node_of(tmp_path)
+    same(roundtrip(node.state_dict()), node.state_dict())
+    node.start()
+    move(node, 0.5)
+    exchange(node)
+    move(node, 0.25)
+    state = roundtrip(node.state_dict())
+    assert sorted(state) == KEYS
+    assert (state["node_id"], state["role"], state["local_step"]) == ("a", "master", 2)
+    assert (state["last_global_step"], state["last_uploaded_step"]) == (1, 1)
+    assert (state["pending_delta"], state["pending_delta_step"]) == (None, None)
+    assert state["baseline_generation"] == 2
+    pending = state["pending_upload"]
+    names = ["base_outer_step", "baseline_generation", "delta", "step", "target"]
+    assert sorted(pending) == names
+    assert (pending["step"], pending["base_outer_step"]) == (2, 1)
+    assert pending["baseline_generation"] == 2
+    same(pending["delta"], {"w": torch.tensor([0.25])})
+    same(pending["target"], state["baseline"])
+    assert sorted(state["outer"]) == ["applied", "model", "momentum", "outer_step"]
+    assert state["outer"]["applied"] == {"a": 1}
+    exchange(node)
+    worker = node_of(tmp_path, "b")
+    worker.start()
+    assert worker.state_dict()["outer"] is None
+
+
+def test_a_pending_upload_is_one_copy_of_the_model(tmp_path, by_hand):
+    node = node_of(tmp_path, "a", values=[0.0] * 1000, role="worker")
+    other = node_of(tmp_path, "m", values=[0.0] * 1000, role="master")
+    other.start()
+    move(other)
+    exchange(other)
+    node.start()
+    move(node, 1.0)
+    storages = {}
+    pending = node.state_dict()["pending_upload"]
+    for tensors in (node.state_dict()["baseline"], pending["delta"], pending["target"]):
+        for tensor in tensors.values():
+            storages[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+    assert sum(storages.values()) == 2 * 4000  # the baseline and the delta
+    memory = pending["delta"]["w"].data_ptr()
+    exchange(node, other, node)
+    move(node, 1.0)
+    assert node.state_dict()["pending_upload"]["delta"]["w"].data_ptr() == memory
+
+
+def work_of(step):
+    return torch.tensor([step * 0.125, 1.0 / (step + 2)])
+
+
+def run_steps(node, steps, deltas, stop=None):
+    for step in steps:
+        move(node, work_of(step))
+        if step != stop:  # killed between its checkpoint and what the thread does
+            exchange(node)
+        pending = node.state_dict()["pending_upload"]
+        if pending is not None:
+            deltas[pending["baseline_generation"]] = copy.deepcopy(pending["delta"])
+
+
+@pytest.mark.parametrize("stop", range(1, 13))
+def test_a_checkpoint_at_any_step_gives_the_same_deltas(tmp_path, by_hand, stop):
+    """H3 and its neighbours: the process dies at each step of several rounds, and goes on."""
+    expected, found = {}, {}
+    whole = node_of(tmp_path / "whole", values=[1.0, 2.0], inner_steps=5)
+    whole.start()
+    run_steps(whole, range(1, 18), expected)
+    node = node_of(tmp_path / "parts", values=[1.0, 2.0], inner_steps=5)
+    node.start()
+    run_steps(node, range(1, stop + 1), found, stop)
+    state = roundtrip({"model": node.model.state_dict(), "node": node.state_dict()})
+    again = node_of(tmp_path / "parts", values=[1.0, 2.0], inner_steps=5)
+    ckpt.load_model_state_dict(again.model, state["model"])
+    again.start()
+    again.load_state_dict(state["node"])
+    same(again.model.state_dict(), state["model"])
+    same(again.state_dict()["baseline"], state["node"]["baseline"])
+    again._exchange.opens = 0
+    exchange(again)
+    run_steps(again, range(stop + 1, 18), found)
+    same(found, expected)
+    assert len(found) == 3
+    same(again.model.state_dict(), whole.model.state_dict())
+    same(again.state_dict(), whole.state_dict())
+
+
+def damaged_states(state):
+    for name in state:
+        if not name.startswith("pending_delta") and name != "role":
+            yield f"without {name}", {k: v for k, v in state.items() if k != name}
+    for name in ("local_step", "baseline_generation", "last_global_step", "last_uploaded_step"):
+        yield f"{name} -1", {**state, name: -1}
+    other = {"w": torch.zeros(3)}
+    yield "another shape", {**state, "baseline": other}
+    yield "another name", {**state, "baseline": {"v": torch.zeros(1)}}
+    yield "another dtype", {**state, "baseline": {"w": torch.zeros(1, dtype=torch.float64)}}
+    yield "nan", {**state, "baseline": {"w": torch.tensor([math.nan])}}
+    yield "no dict", {**state, "pending_upload": 3}
+    yield "pending shape", {**state, "pending_upload": {**state["pending_upload"], "delta": other}}
+    yield "outer shape", {**state, "outer": {**state["outer"], "model": other}}
+    yield "outer empty", {**state, "outer": {}}
+
+
+def test_a_state_that_does_not_fit_changes_nothing(tmp_path, by_hand):
+    first = node_of(tmp_path)
+    first.start()
+    move(first, 0.5)
+    state = copy.deepcopy(first.state_dict())
+    node = node_of(tmp_path / "other")
+    node.start()
+    before = copy.deepcopy(node.state_dict()), node.model.w.item()
+    names = []
+    for name, damaged in damaged_states(state):
+        with pytest.raises(CheckpointError, match="not the state"):
+            node.load_state_dict(damaged)
+        same(node.state_dict(), before[0])
+        names.append(name)
+    assert len(names) == 20
+    with pytest.raises(TypeError):
+        node.load_state_dict(None)
+    node.load_state_dict(state)
+    same(node.state_dict(), state)
+
+
+def test_a_loaded_state_is_not_changed_by_training(tmp_path, by_hand):
+    first = node_of(tmp_path)
+    first.start()
+    move(first, 0.5)
+    exchange(first)
+    state = roundtrip(first.state_dict())
+    expected = copy.deepcopy(state)
+    node = node_of(tmp_path)
+    node.start()
+    node.load_state_dict(state)
+    for _ in range(3):
+        move(node, 0.5)
+        exchange(node)
+    same(state, expected)
+
+
+def test_state_may_be_loaded_before_start(tmp_path, by_hand):
+    first = node_of(tmp_path, inner_steps=2)
+    first.start()
+    move(first, 0.5)
+    exchange(first)
+    state = roundtrip({"model": first.model.state_dict(), "node": first.state_dict()})
+    node = node_of(tmp_path, inner_steps=2)
+    ckpt.load_model_state_dict(node.model, state["model"])
+    node.load_state_dict(state["node"])
+    same(node.state_dict(), state["node"])
+    node.start()
+    assert node.model.w.item() == 0.5
+    same(node.state_dict(), state["node"])
+
+
+def test_the_state_of_another_node_only_gives_a_master_the_model(tmp_path, by_hand, warned):
+    first = node_of(tmp_path, outer_lr=1.0, outer_momentum=0.0)
+    first.start()
+    for _ in range(2):
+        move(first, 0.25)
+        exchange(first)
+    state = roundtrip({"model": first.model.state_dict(), "node": first.state_dict()})
+    other = node_of(tmp_path / "new", "b", role="master")
+    ckpt.load_model_state_dict(other.model, state["model"])
+    other.start()
+    other.load_state_dict(state["node"])
+    assert warned() == ["b joins anew: the state is that of a"]
+    assert other.model.w.item() == 0.5
+    assert other.outer_step == 2
+    assert other.state_dict()["pending_upload"] is None
+    move(other)
+    exchange(other)
+    assert global_on(other.hub)["outer_step"] >= 2
+    assert global_on(other.hub)["applied"]["a"] == 2
+
+
+def test_work_that_the_hub_knows_is_not_counted_again(tmp_path, by_hand):
+    """The process goes back to a checkpoint that is older than its last delta."""
+    hub, options = Hub(tmp_path), {"outer_lr": 1.0, "outer_momentum": 0.0}
+    master, node = node_of(hub, **options), node_of(hub, "b", **options)
+    master.start()
+    move(master)
+    exchange(master)
+    for applied in (False, True):
+        node = node_of(hub, "b", **options)
+        node.start()
+        shared = global_on(hub)["model"]["w"].item()
+        assert node.model.w.item() == shared
+        node.after_optimizer_step(node.model, 1)  # a delta of zero
+        exchange(node, master, node)
+        saved = roundtrip({"model": node.model.state_dict(), "node": node.state_dict()})
+        move(node, 0.5)
+        exchange(node)
+        if applied:
+            exchange(master)
+        again = node_of(hub, "b", **options)
+        ckpt.load_model_state_dict(again.model, saved["model"])
+        again.start()
+        again.load_state_dict(saved["node"])
+        exchange(again, master, again)
+        move(again)
+        exchange(again, master, again)
+        move(again)
+        assert global_on(hub)["model"]["w"].item() == shared - 0.25  # the mean of two, once
+        assert again.model.w.item() == shared - 0.25
+        exchange(again, master)
+
+
+def test_the_trainer_resumes_a_node_to_the_bit(tmp_path):
+    """One node alone, blocking, so that nothing depends on time; stopped inside a round."""
+
+    def trainer(name, hub):
+        made = make(tmp_path / name, every=1, keep_last=None, trainer={"exact_resume": True})
+        options = {"blocking": True, "quorum": 1, "inner_steps": 4}
+        made.coordinator = node_of(tmp_path / hub, model=made.model, **options)
+        return made
+
+    whole = trainer("whole", "hub1")
+    whole.fit(14)
+    expected = torch.load(whole.checkpoint_manager.path_for(14), weights_only=True)
+    assert expected["coordinator"]["last_global_step"] == 3
+    for stop in (6, 8, 11):
+        first = trainer(f"parts{stop}", f"hub{stop}")
+        first.fit(stop)
+        second = trainer(f"parts{stop}", f"hub{stop}")
+        second.resume()
+        second.fit(14)
+        same(torch.load(second.checkpoint_manager.path_for(14), weights_only=True), expected)
+
+
+def test_nothing_is_drawn_from_the_global_generators(tmp_path):
+    before = ckpt.capture_rng_state()
+    node = node_of(tmp_path)
+    node.start()
+    for _ in range(3):
+        move(node, 0.5)
+        wait_until(lambda: node._exchange.fetched)
+        move(node)
+    node.stop()
+    same(ckpt.capture_rng_state(), before)
+
+
+# --------------------------------------------------------------------------------------------------
+# DumbDiLoCo: joining, leaving, taking over
+# --------------------------------------------------------------------------------------------------
+def test_a_late_joiner_gets_the_shared_model(tmp_path, by_hand, warned):
+    hub = Hub(tmp_path)
+    master = node_of(hub, values=[1.0, 2.0])
+    master.start()
+    for _ in range(8):
+        move(master, 0.5)
+        exchange(master)
+    move(master)
+    late = node_of(hub, "b", values=[7.0, 7.0])
+    late.start()
+    assert late.outer_step == global_on(hub)["outer_step"] == 8
+    same(late.model.w.data, global_on(hub)["model"]["w"])
+    same(late.state_dict()["baseline"], {"w": late.model.w.data})
+    late.after_optimizer_step(late.model, 1)
+    assert torch.equal(late.state_dict()["pending_upload"]["delta"]["w"], torch.zeros(2))
+    assert warned() == []
+
+
+def test_a_worker_on_an_empty_hub_trains_alone(tmp_path, by_hand, warned):
+    hub = Hub(tmp_path)
+    early = node_of(hub, "b", values=[7.0])
+    early.start()
+    assert warned() == ["b trains alone until a master has published a model"]
+    for _ in range(3):
+        assert move(early, 1.0) is False
+        exchange(early)
+    assert early.state_dict()["baseline"] is None
+    assert deltas_on(hub) == []
+    master = node_of(hub)
+    master.start()
+    move(master)
+    exchange(master, early)
+    assert move(early, 1.0) is True
+    assert early.model.w.item() == 1.0
+    assert early.state_dict()["pending_upload"]["delta"]["w"].item() == 0
+
+
+def test_a_blocking_worker_waits_for_the_first_model(tmp_path):
+    hub, started = Hub(tmp_path), []
+    worker = node_of(hub, "b", values=[7.0], blocking=True)
+    thread = threading.Thread(target=lambda: (worker.start(), started.append(True)))
+    thread.start()
+    time.sleep(0.3)
+    assert not started
+    master = node_of(hub, blocking=True)
+    master.start()
+    thread.join(20)  # a master that does not train publishes after a moment
+    assert worker.model.w.item() == 1.0
+    worker.stop()
+    master.stop()
+    assert hub.list("nodes/a") == []
+
+
+def test_the_first_model_is_what_the_master_had_before_its_first_step(tmp_path, by_hand):
+    master = node_of(tmp_path, inner_steps=10)
+    master.start()
+    exchange(master)
+    assert master.hub.list("global") == []  # a state may still be loaded
+    move(master, 0.5)
+    exchange(master)
+    assert global_on(master.hub)["model"]["w"].item() == 1.0
+    assert global_on(master.hub)["outer_step"] == 0
+    assert master.model.w.item() == 0.5
+
+
+def test_a_master_goes_on_without_the_hub(tmp_path, by_hand):
+    first = node_of(tmp_path / "kept", outer_momentum=0.9)
+    first.start()
+    for _ in range(3):
+        move(first, 0.25)
+        exchange(first)
+    move(first, 0.25)
+    state = roundtrip({"model": first.model.state_dict(), "node": first.state_dict()})
+    exchange(first)
+    again = node_of(tmp_path / "new", values=[5.0], outer_momentum=0.9)
+    ckpt.load_model_state_dict(again.model, state["model"])
+    again.start()
+    again.load_state_dict(state["node"])
+    same(again.model.state_dict(), state["model"])
+    again._exchange.opens = 0
+    exchange(again)
+    same(global_on(again.hub), global_on(first.hub))
+    assert global_on(again.hub)["applied"] == {"a": 4}
+
+
+def test_another_machine_takes_over_as_master(tmp_path, by_hand):
+    options = {"outer_momentum": 0.9, "quorum": 1}
+    for name in ("kept", "lost"):
+        hub = Hub(tmp_path / name)
+        master, worker = node_of(hub, **options), node_of(hub, "b", **options)
+        master.start()
+        move(master)
+        exchange(master)
+        worker.start()
+        for version in range(6):
+            if name == "lost" and version == 3:  # the first master's machine is gone
+                master = node_of(hub, "c", values=[9.0], role="master", inner_steps=99, **options)
+                master.node_timeout = master._exchange.master.node_timeout = 1e-9
+                master.start()
+                master._exchange.opens = 0
+            move(worker, 0.25)
+            exchange(worker, master, worker)
+        del master
+    kept, lost = (global_on(Hub(tmp_path / name)) for name in ("kept", "lost"))
+    assert lost["outer_step"] == kept["outer_step"]
+    assert lost["applied"]["b"] == kept["applied"]["b"] == 6
+    assert lost["momentum"]["w"].item() != 0
+
+
+def test_a_hub_that_was_emptied_is_filled_again(tmp_path, by_hand):
+    hub = Hub(tmp_path / "hub")
+    node = node_of(hub, outer_lr=1.0, outer_momentum=0.0)
+    node.start()
+    move(node, 0.25)
+    exchange(node)
+    shutil.rmtree(tmp_path / "hub")
+    exchange(node)
+    assert global_on(hub)["model"]["w"].item() == 0.75
+
+
+def test_two_masters(tmp_path, by_hand, warned):
+    hub = Hub(tmp_path)
+    one, two = node_of(hub), node_of(hub, "b", role="master")
+    one.start()
+    move(one, 0.25)
+    exchange(one)
+    two.start()
+    move(two)
+    move(two, 0.25)
+    exchange(two)  # another version
+    assert warned() == []
+    before = global_on(hub)
+    move(one, 0.5)
+    exchange(one)
+    assert warned() == [f"another master published step_{2:012}.pt: a is none now"]
+    same(global_on(hub), before)
+    assert one.state_dict()["outer"] is None
+    exchange(one, two, one)  # it goes on as a worker
+    assert move(one) is True
+    assert global_on(hub)["applied"] == {"a": 2, "b": 1}
+    exchange(one)
+    assert len(warned()) == 1
+
+
+def test_a_lost_node_is_counted_out_and_one_that_leaves_is_not_waited_for(tmp_path):
+    hub = Hub(tmp_path)
+    options = {"blocking": True, "node_timeout": 0.5}
+    master = node_of(hub, **options)
+    master.start()
+    others = [node_of(hub, name, inner_steps=5, **options) for name in "bc"]
+    master.after_optimizer_step(master.model, 1)  # alone
+    for node in others:
+        node.start()
+        node.after_optimizer_step(node.model, 1)
+    wait_until(lambda: len(hub.list("nodes/b") + hub.list("nodes/c")) == 2)
+    lost, left = others
+    lost._exchange.hub = None  # its machine is gone: no sign of life any more
+    left.stop()
+    assert hub.list("nodes/c") == []
+    began = time.monotonic()
+    master.after_optimizer_step(master.model, 2)
+    assert time.monotonic() - began > 0.2
+    assert hub.list("nodes/b") == ["alive.json"] or hub.list("nodes/b") == []
+    assert global_on(hub)["outer_step"] == 2
+    master.stop()
+    lost.stop()
+
+
+def test_a_stuck_node_is_not_alive(tmp_path):
+    """Its thread goes on, but the training does not."""
+    hub = Hub(tmp_path)
+    node = node_of(hub, inner_steps=10)
+    node.start()
+    node.after_optimizer_step(node.model, 1)
+    wait_until(lambda: "alive.json" in hub.list("nodes/a"))
+    tries = node._exchange.tries
+    seen = hub.read("nodes/a/alive.json")
+    wait_until(lambda: node._exchange.tries > tries + 3)
+    assert hub.read("nodes/a/alive.json") == seen
+    node.after_optimizer_step(node.model, 1)
+    wait_until(lambda: hub.read("nodes/a/alive.json") != seen)
+    node.stop()
+
+
+def test_the_mean_is_of_live_nodes_and_not_of_those_that_arrived(tmp_path, by_hand):
+    hub, options = Hub(tmp_path), {"outer_lr": 1.0, "outer_momentum": 0.0, "inner_steps": 2}
+    nodes = [node_of(hub, name, **options) for name in "abcd"]
+    nodes[0].start()
+    move(nodes[0])
+    exchange(nodes[0])
+    for node in nodes[1:]:
+        node.start()
+        move(node)
+        exchange(node)
+    move(nodes[3], 1.0)
+    exchange(nodes[3], nodes[0])
+    assert global_on(hub)["model"]["w"].item() == 0.75
+
+
+def test_the_model_on_the_hub_is_another_one(tmp_path, by_hand):
+    hub = Hub(tmp_path)
+    first = node_of(hub)
+    first.start()
+    move(first)
+    exchange(first)
+    other = node_of(hub, "b", model=nn.Linear(2, 2))
+    weights = copy.deepcopy(other.model.state_dict())
+    with pytest.raises(CheckpointError, match=r"missing: bias.*unexpected: w") as raised:
+        other.start()
+    assert raised.value.path == Path("global/step_000000000001.pt")
+    assert raised.value.step == 1
+    same(other.model.state_dict(), weights)
+    large = node_of(hub, "c", values=[1.0] * 1_000_000, role="master")
+    large.hub = Hub(tmp_path / "large")
+    large._exchange = ckpt._Exchange(large)
+    large.start()
+    move(large)
+    exchange(large)
+    with pytest.raises(CheckpointError, match="at most"):
+        node_of(large.hub, "d").start()
+    (tmp_path / "global" / "latest.json").write_text('{"algorithm": "other"}')
+    with pytest.raises(CheckpointError, match="is not of dumb_diloco"):
+        node_of(hub, "b").start()
+
+
+def test_a_node_whose_model_is_not_finite_takes_the_shared_one(tmp_path, by_hand, warned):
+    hub = Hub(tmp_path)
+    one, two = node_of(hub, values=[1.0, 2.0]), node_of(hub, "b", values=[1.0, 2.0])
+    one.start()
+    move(one)
+    exchange(one)
+    two.start()
+    two.model.w.data[0] = math.nan
+    move(two)
+    exchange(two)
+    assert warned() == ["b takes the shared model as it is: its own is not finite (w)"]
+    assert deltas_on(hub) == ["a/delta_000000000001.pt"]
+    exchange(two)
+    assert move(two) is True
+    assert torch.equal(two.model.w.data, global_on(hub)["model"]["w"])
+    assert two.state_dict()["baseline_generation"] == 1
+    assert len(warned()) == 1
+
+
+def test_blocking_a_node_that_is_not_finite_goes_on_with_the_shared_model(tmp_path, warned):
+    node = node_of(tmp_path, blocking=True)
+    node.start()
+    assert move(node, 0.5)
+    assert move(node, math.inf)
+    assert node.model.w.isfinite()
+    assert move(node, 0.5)
+    node.stop()
+    assert len(warned()) == 1
+    assert global_on(node.hub)["applied"] == {"a": 2}
 
 
 # --------------------------------------------------------------------------------------------------

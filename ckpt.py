@@ -2409,9 +2409,10 @@ class _Exchange:
     """A node's other side: all that goes over the Hub. Its thread never touches the live model."""
 
     def __init__(self, node: DumbDiLoCo):
-        self.node, self.hub, self.layout = node, node.hub, node._layout
+        self.node, self.hub, self.layout = node, _Patient(node), node._layout
         self.folder = f"nodes/{node.node_id}"
-        self.master = _Master(node) if node.role == "master" else None  # None if deposed, too
+        master = _Master(node, self.hub) if node.role == "master" else None
+        self.master: _Master | None = master  # None if deposed, too
         self.opens = math.inf  # when a master begins, if its node has not trained before
         self.look: _Look | None = None  # the first that was seen of the Hub
         self.fetched: _Global | None = None  # the newest version after that, until it is taken
@@ -2507,8 +2508,8 @@ class _Exchange:
 
     def _take_look(self) -> None:
         """The shared model, and what of this node's deltas is on the Hub or in that."""
-        if isinstance(self.hub, Hub):
-            self.hub._sweep([self.folder] if self.master is None else [self.folder, "global"])
+        if isinstance(self.node.hub, Hub):
+            self.node.hub._sweep([self.folder] if self.master is None else [self.folder, "global"])
         # In this order: a delta that is listed no more has been applied to what is read then.
         newest = max(_deltas_in(self.hub.list(self.folder)), default=0)
         pointer, shared, upload = _read_pointer(self.hub), None, None
@@ -2572,11 +2573,32 @@ class _Exchange:
                     return
 
 
+class _Patient:
+    """The Hub's methods, each tried three times: a bad line fails now and then."""
+
+    def __init__(self, node: DumbDiLoCo):
+        self._hub, self._pause = node.hub, min(node.poll_interval, 1.0)
+
+    def __getattr__(self, name: str) -> Callable:
+        return functools.partial(self._call, getattr(self._hub, name))
+
+    def _call(self, method: Callable, *arguments: Any) -> Any:
+        for tries in (1, 2):
+            try:
+                return method(*arguments)
+            except (FileNotFoundError, PermissionError, ValueError):
+                raise
+            except Exception as error:
+                log.debug("%r with %r is tried again: %r", method, arguments[:1], error)
+                time.sleep(self._pause * tries / 2)
+        return method(*arguments)
+
+
 class _Master:
     """What makes a node the master: it completes the rounds and publishes the shared model."""
 
-    def __init__(self, node: DumbDiLoCo):
-        self.hub, self.layout, self.node_timeout = node.hub, node._layout, node.node_timeout
+    def __init__(self, node: DumbDiLoCo, hub: _Patient):
+        self.hub, self.layout, self.node_timeout = hub, node._layout, node.node_timeout
         self.lr, self.momentum, self.quorum = node.outer_lr, node.outer_momentum, node.quorum
         self.outer: _Global | None = None
         self.waits_for: list[str] = []  # the nodes whose deltas the round lacks

@@ -128,6 +128,13 @@ def flip_in(path, record="data/0"):
     flip_bit(path, info.header_offset + 30 + len(name) + extra + info.file_size // 2)
 
 
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 class Unpicklable:
     def __reduce__(self):
         raise ValueError("half-way")
@@ -203,6 +210,8 @@ def warned(caplog):
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+    yield
+    wait_until(lambda: not any(t.name.startswith("ckpt-") for t in threading.enumerate()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1587,7 +1596,8 @@ class Disk:
 
         setattr(ckpt, "_EagerFile", functools.partial(DiskFile, self))
         setattr(os, "fsync", spy_fsync)
-        for name, kind in {"replace": "rename", "unlink": "unlink", "mkdir": "mkdir"}.items():
+        names = {"replace": "rename", "unlink": "unlink", "remove": "unlink", "mkdir": "mkdir"}
+        for name, kind in names.items():
             spy(os, name, kind)
 
 
@@ -5114,13 +5124,6 @@ def test_one_node_alone_blocking(tmp_path):
     assert node.hub.list("nodes/a") in ([], ["delta_000000000005.pt"])
 
 
-def wait_until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_newer_shared_model_is_put_under_the_work_done_meanwhile(tmp_path, by_hand):
     hub, options = Hub(tmp_path), {"outer_lr": 1.0, "outer_momentum": 0.0, "inner_steps": 2}
     one, two = node_of(hub, "a", **options), node_of(hub, "b", **options)
@@ -5817,6 +5820,753 @@ def test_blocking_a_node_that_is_not_finite_goes_on_with_the_shared_model(tmp_pa
     node.stop()
     assert len(warned()) == 1
     assert global_on(node.hub)["applied"] == {"a": 2}
+
+
+# --------------------------------------------------------------------------------------------------
+# DumbDiLoCo: failures
+# --------------------------------------------------------------------------------------------------
+UNITS = 60  # elements of a model on which each piece of work moves another one, by 4
+
+
+def exchange_by_hand():
+    """The fixture by_hand, in a process of its own."""
+
+    def once(self):
+        self.exchange()
+        self.tries += 1
+
+    ckpt._Exchange._run = once
+
+
+def prepared(directory, inner_steps=1):
+    """A Hub with version 0 and the deltas of two nodes that live: 0.2 and 0.4."""
+    hub = Hub(directory)
+    first = node_of(hub, "a", inner_steps=99)
+    first.start()
+    move(first)
+    exchange(first)
+    hub.delete("nodes/a/alive.json")
+    for name, down in (("b", 0.2), ("c", 0.4)):
+        node = node_of(hub, name)
+        node.start()
+        move(node, down)
+        exchange(node)
+    return hub
+
+
+def lead(hub, times):
+    """A master that does not train, new on this machine."""
+    master = node_of(hub, "a", quorum=2, outer_momentum=0.9)
+    master.start()
+    master._exchange.opens = 0
+    for _ in range(times):
+        exchange(master)
+    return master
+
+
+def lead_until_killed(directory, number):
+    exchange_by_hand()
+
+    def at(count, kind):
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Disk(directory, at).install()
+    lead(Hub(directory), 2)
+
+
+@pytest.mark.timeout(120)
+def test_a_master_killed_at_any_file_operation_makes_one_outer_step(tmp_path, by_hand):
+    prepared(tmp_path / "template")
+    status, number = -signal.SIGKILL, 0
+    while status == -signal.SIGKILL:
+        number += 1
+        directory = tmp_path / f"{number:03}"
+        shutil.copytree(tmp_path / "template", directory)
+        status = exitcode_of(lead_until_killed, directory, number)
+        lead(hub := Hub(directory), 2)
+        shared = global_on(hub)
+        assert (shared["outer_step"], shared["applied"]) == (1, {"b": 1, "c": 1})
+        assert shared["model"]["w"].item() == pytest.approx(0.601, abs=1e-6)
+        assert shared["momentum"]["w"].item() == pytest.approx(0.3, abs=1e-6)
+        assert deltas_on(hub) == []
+        names = [name for _, _, files in os.walk(directory) for name in files]
+        assert sorted(names) == ["alive.json"] * 2 + ["latest.json"] + hub.list("global")[1:]
+    assert status == 0
+    assert number > 15
+
+
+def save_node(manager, step, node):
+    manager.save(step, {"model": ckpt.model_state_dict(node.model), "node": node.state_dict()})
+
+
+def work_until_killed(directory, checkpoints, number):
+    exchange_by_hand()
+
+    def at(count, kind):
+        if count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    node = node_of(directory, "b", values=[1.0, 1.0])
+    node.start()
+    move(node, 0.5, 0)
+    save_node(CheckpointManager(checkpoints), 1, node)
+    move(node, 0.25, 1)
+    Disk(directory, at).install()
+    exchange(node)
+
+
+def test_a_worker_killed_with_an_upload_pending_counts_once(tmp_path, by_hand):
+    """Whatever it had uploaded; what it did after its checkpoint is done again."""
+    options = {"values": [1.0, 1.0], "outer_lr": 1.0, "outer_momentum": 0.0, "inner_steps": 99}
+    status, number = -signal.SIGKILL, 0
+    while status == -signal.SIGKILL:
+        number += 1
+        master = node_of(tmp_path / f"hub{number}", **options)
+        master.start()
+        move(master)
+        exchange(master)
+        hub, checkpoints = master.hub, tmp_path / f"node{number}"
+        status = exitcode_of(work_until_killed, hub.url, checkpoints, number)
+        if number % 2:
+            exchange(master)  # what was uploaded is applied before it comes back
+        state = CheckpointManager(checkpoints).load_latest()
+        node = node_of(hub, "b", values=[9.0, 9.0])
+        ckpt.load_model_state_dict(node.model, state["model"])
+        node.start()
+        node.load_state_dict(state["node"])
+        move(node, 0.25, 1)
+        for _ in range(3):
+            exchange(node, master, node)
+            move(node)
+        assert global_on(hub)["model"]["w"].tolist() == [0.75, 0.875]  # means of two nodes
+        assert node.model.w.tolist() == [0.75, 0.875]
+    assert status == 0
+    assert number > 5
+
+
+def lead_for_ever(directory):
+    ckpt._GRACE = 0.01
+    options = {"outer_lr": 1.0, "outer_momentum": 0.0, "quorum": 1}
+    node_of(directory, "a", values=[1.0] * UNITS, **options).start()
+    time.sleep(50)
+
+
+def work_to_the_end(directory, name, units):
+    """Moves each unit by 4, and ends when all is in the shared model."""
+    node = node_of(directory, name, values=[1.0] * UNITS)
+    node.should_stop = lambda: False
+    node.start()
+    wait_until(lambda: node._exchange.look.shared is not None)
+    move(node)
+    wait_until(lambda: all("alive.json" in node.hub.list(f"nodes/{other}") for other in "bc"))
+    for unit in units:
+        move(node, 4.0, unit)
+        time.sleep(0.03)
+    last, done = None, 0
+    while done < 3:  # deltas of nothing, applied
+        move(node)
+        pending = node.state_dict()["pending_upload"]
+        if pending is not None and pending["baseline_generation"] != last:
+            last = pending["baseline_generation"]
+            done = 0 if pending["delta"]["w"].any() else done + 1
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(120)
+def test_a_master_killed_at_random_loses_nothing(tmp_path):
+    seed = 5
+    random_times = random.Random(seed)
+    master = forks.Process(target=lead_for_ever, args=(tmp_path,))
+    master.start()
+    workers = [
+        forks.Process(target=work_to_the_end, args=(tmp_path, name, units))
+        for name, units in (("b", range(UNITS // 2)), ("c", range(UNITS // 2, UNITS)))
+    ]
+    try:
+        wait_until(lambda: (tmp_path / "global" / "latest.json").exists())
+        for worker in workers:
+            worker.start()
+        for _ in range(20):
+            time.sleep(random_times.uniform(0.05, 0.2))
+            master.kill()
+            master.join()
+            assert master.exitcode == -signal.SIGKILL
+            master = forks.Process(target=lead_for_ever, args=(tmp_path,))
+            master.start()
+        for worker in workers:
+            worker.join(40)
+            assert worker.exitcode == 0
+    finally:
+        for process in (master, *workers):
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    shared = global_on(Hub(tmp_path))
+    assert torch.equal(shared["model"]["w"], torch.full((UNITS,), 1 - 4 / 2)), f"seed {seed}"
+    assert shared["outer_step"] > 5
+
+
+def test_what_is_on_the_hub_does_not_grow(tmp_path, by_hand):
+    nodes = [node_of(tmp_path, name, values=[1.0] * 50) for name in "abc"]
+    nodes[0].start()
+    move(nodes[0])
+    exchange(nodes[0])
+    for node in nodes[1:]:
+        node.start()
+    sizes = []
+    for _ in range(200):
+        for node in nodes:
+            move(node, 0.125)
+            exchange(node)
+        files = [Path(path) / name for path, _, names in os.walk(tmp_path) for name in names]
+        sizes.append((len(files), sum(file.stat().st_size for file in files)))
+    assert global_on(nodes[0].hub)["outer_step"] >= 200
+    assert max(count for count, _ in sizes[100:]) <= max(count for count, _ in sizes[:50])
+    assert max(size for _, size in sizes[100:]) <= max(size for _, size in sizes[:50]) + 100
+    assert sizes[-1][0] <= 1 + 3 + 2 * 3
+
+
+def delta_file(name="evil", number=1, delta=None, **header):
+    delta = {"w": torch.tensor([1.0]), "b": torch.tensor([1.0])} if delta is None else delta
+    payload = {"node_id": name, "generation": number, "step": 1, "base_outer_step": 0}
+    file = io.BytesIO()
+    torch.save({**payload, "delta": delta, **header}, file)
+    return file.getvalue()
+
+
+def with_w(tensor, **more):
+    return delta_file(delta={"w": tensor, "b": torch.tensor([1.0]), **more})
+
+
+def without(name):
+    payload = torch.load(io.BytesIO(delta_file()))
+    del payload[name]
+    file = io.BytesIO()
+    torch.save(payload, file)
+    return file.getvalue()
+
+
+def deflated(data):
+    file = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(data)) as source,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for record in source.infolist():
+            target.writestr(record.filename, source.read(record) + b"\0" * 100_000)
+    return file.getvalue()
+
+
+def flipped(data):
+    place = data.index(torch.tensor([1.0]).numpy().tobytes())
+    return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+
+
+def one(**options):
+    return torch.ones(1, **options)
+
+
+def legacy_file():
+    file = io.BytesIO()
+    torch.save({"delta": 1}, file, _use_new_zipfile_serialization=False)
+    return file.getvalue()
+
+
+REFUSED = {  # functions, for torch has to be left alone while this module is imported
+    "nan": lambda bomb: with_w(torch.tensor([math.nan])),
+    "inf": lambda bomb: with_w(torch.tensor([-math.inf])),
+    "so large that sums overflow": lambda bomb: with_w(torch.tensor([3e38])),
+    "a buffer not finite": lambda bomb: delta_file(delta={"w": one(), "b": one() / 0}),
+    "shape": lambda bomb: with_w(torch.ones(2)),
+    "scalar": lambda bomb: with_w(torch.tensor(1.0)),
+    "missing key": lambda bomb: delta_file(delta={"w": one()}),
+    "extra key": lambda bomb: with_w(one(), v=one()),
+    "another key": lambda bomb: delta_file(delta={"w": one(), 3: one()}),
+    "fp64": lambda bomb: with_w(one(dtype=torch.float64)),
+    "int": lambda bomb: with_w(one(dtype=torch.int64)),
+    "buffer dtype": lambda bomb: delta_file(delta={"w": one(), "b": one(dtype=torch.float16)}),
+    "sparse": lambda bomb: with_w(one().to_sparse()),
+    "meta": lambda bomb: with_w(one(device="meta")),
+    "a parameter": lambda bomb: with_w(nn.Parameter(one())),
+    "no tensor": lambda bomb: with_w([1.0]),
+    "no dict": lambda bomb: delta_file(delta=[1]),
+    "no delta": lambda bomb: without("delta"),
+    "no generation": lambda bomb: without("generation"),
+    "another node": lambda bomb: delta_file("good"),
+    "another generation": lambda bomb: delta_file(number=2),
+    "generation a tensor": lambda bomb: delta_file(generation=torch.ones(2)),
+    "step a float": lambda bomb: delta_file(step=1.5),
+    "base step below 0": lambda bomb: delta_file(base_outer_step=-1),
+    "cut": lambda bomb: delta_file()[:1000],
+    "cut at the end": lambda bomb: delta_file()[:-1],
+    "a flipped bit": lambda bomb: flipped(delta_file()),
+    "0 bytes": lambda bomb: b"",
+    "garbage": lambda bomb: random.Random(1).randbytes(3000),
+    "json": lambda bomb: b"{}",
+    "deflated": lambda bomb: deflated(delta_file()),
+    "legacy format": lambda bomb: legacy_file(),
+    "plain pickle": lambda bomb: pickle.dumps(Marker(bomb)),
+    "bomb": lambda bomb: delta_file(bomb=Marker(bomb)),
+}
+
+
+class TwoTensors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+        self.register_buffer("b", torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, "2 GiB"])
+def test_a_delta_that_is_no_good_is_refused_and_named_once(tmp_path, by_hand, warned, kind):
+    hub, bomb = Hub(tmp_path / "hub"), tmp_path / "bomb"
+    options = {"outer_lr": 1.0, "outer_momentum": 0.0, "inner_steps": 9}
+    master = node_of(hub, model=TwoTensors(), **options)
+    master.start()
+    master.after_optimizer_step(master.model, 1)
+    exchange(master)
+    name = f"nodes/evil/delta_{1:012}.pt"
+    hub.write("nodes/good/" + name[-21:], delta_file("good"))
+    if kind == "2 GiB":
+        (tmp_path / "hub" / "nodes" / "evil").mkdir()
+        (tmp_path / "hub" / name).touch()
+        os.truncate(tmp_path / "hub" / name, 2 << 30)
+        read = hub.read
+        hub.read = lambda wanted, limit=None: 1 / (wanted != name) and read(wanted, limit)
+    else:
+        hub.write(name, REFUSED[kind](bomb))
+    for _ in range(4):
+        exchange(master)
+    assert [message.partition(" is refused: ")[0] for message in warned()] == [name]
+    assert len(warned()[0]) < 700
+    assert not bomb.exists()
+    shared = global_on(hub)
+    assert shared["applied"] == {"good": 1, "evil": 1}
+    assert shared["model"]["w"].item() == 0.5  # the mean of the good one and the master
+    assert deltas_on(hub) == []
+    hub.write(f"nodes/evil/delta_{2:012}.pt", delta_file(number=2))  # it is not locked out
+    exchange(master, master)
+    assert global_on(hub)["applied"]["evil"] == 2
+    assert len(warned()) == 1
+
+
+def test_a_delta_that_is_still_being_written_is_waited_for(tmp_path, by_hand, warned):
+    """On a store that shows files while they grow."""
+    hub = Hub(tmp_path)
+    options = {"outer_lr": 1.0, "outer_momentum": 0.0, "inner_steps": 9}
+    master = node_of(hub, model=TwoTensors(), **options)
+    master.start()
+    master.after_optimizer_step(master.model, 1)
+    data, file = delta_file("slow"), tmp_path / "nodes" / "slow" / f"delta_{1:012}.pt"
+    file.parent.mkdir(parents=True)
+    for size in (0, 100, len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:size])
+        exchange(master)
+    assert global_on(hub)["applied"] == {}
+    file.write_bytes(data)
+    exchange(master)
+    assert global_on(hub)["applied"] == {"slow": 1}
+    assert warned() == []
+
+
+def test_foreign_names_on_the_hub_are_left_alone(tmp_path, by_hand, warned):
+    hub = Hub(tmp_path)
+    foreign = ["nodes/b/notes.txt", "nodes/b/delta_1.pt", "nodes/b/old/delta_000000000001.pt",
+               "nodes/readme", "global/best.pt", "global/step_1.pt"]  # fmt: skip
+    for name in foreign:
+        hub.write(name, b"x")
+    (tmp_path / "nodes" / "b" / f"delta_{chr(0x661) * 12}.pt").write_bytes(b"x")
+    node = node_of(hub)
+    node.start()
+    for _ in range(5):
+        move(node, 0.5)
+        exchange(node)
+    assert [name for name in foreign if hub.read(name) != b"x"] == []
+    assert warned() == []
+
+
+def test_temporary_files_of_a_killed_process_are_swept(tmp_path, by_hand):
+    mine, others, shared = (tmp_path / name for name in ("nodes/a", "nodes/b", "global"))
+    for folder in (mine, others, shared):
+        folder.mkdir(parents=True)
+        (folder / ".delta_000000000001.pt.tmp-123").touch()
+    node_of(tmp_path).start()
+    left = [path.parent.name for path in tmp_path.rglob(".*")]
+    assert left == ["b"]
+
+
+class Unreliable(Hub):
+    """fail(number of the call) raises, waits, or does nothing."""
+
+    def __init__(self, url, fail):
+        super().__init__(url)
+        self.fail, self.calls = fail, 0
+
+    def called(self, method, *arguments):
+        self.calls += 1
+        self.fail(self.calls)
+        return method(*arguments)
+
+
+def _through(name):
+    real = getattr(Hub, name)
+    return lambda self, *arguments: self.called(real, self, *arguments)
+
+
+for _name in ("read", "write", "list", "delete", "size"):
+    setattr(Unreliable, _name, _through(_name))
+
+
+def unreachable(number):
+    raise ConnectionError("nobody there")
+
+
+def test_training_goes_on_without_the_hub(tmp_path, warned):
+    hub = Unreliable(tmp_path, unreachable)
+    node = node_of(hub, inner_steps=2)
+    node.start()
+    for _ in range(50):
+        assert move(node, 0.5) is False
+    node.stop()
+    assert node.model.w.item() == -24
+    assert node.state_dict()["local_step"] == 50
+    assert warned() == ["a could not exchange, and tries again: ConnectionError('nobody there')"]
+    assert hub.calls > 1
+
+
+def test_what_was_not_uploaded_is_in_the_checkpoint(tmp_path, warned):
+    hub = Unreliable(tmp_path, lambda number: None)
+    node = node_of(hub, inner_steps=2)
+    node.start()
+    move(node)
+    wait_until(lambda: "latest.json" in hub.list("global"))
+    hub.fail = unreachable
+    for _ in range(5):
+        move(node, 0.5)
+    node.stop()
+    state = node.state_dict()
+    assert state["pending_upload"]["delta"]["w"].item() == 0.5
+    assert state["last_uploaded_step"] == 0
+    hub.fail = lambda number: None
+    again = node_of(hub, inner_steps=2, outer_lr=1.0, outer_momentum=0.0)
+    again.model.load_state_dict(node.model.state_dict())
+    again.start()
+    again.load_state_dict(state)
+    wait_until(lambda: move(again))
+    wait_until(lambda: global_on(hub)["model"]["w"].item() == -1.5)
+    again.stop()
+
+
+def test_training_does_not_wait_for_a_hub_that_hangs(tmp_path):
+    done = threading.Event()
+    hub = Unreliable(tmp_path, lambda number: None)
+    node = node_of(hub, inner_steps=2)
+    node.start()
+    move(node)
+    wait_until(lambda: "latest.json" in hub.list("global"))
+    calls = hub.calls
+    hub.fail = lambda number: done.wait(40)
+    wait_until(lambda: hub.calls > calls)  # it hangs
+    for _ in range(200):
+        move(node, 0.125)
+    assert not done.is_set()
+    assert node.state_dict()["pending_upload"] is not None
+    node.should_stop = lambda: True
+    node.stop()  # gives up after a while
+    done.set()
+
+
+def test_a_start_does_not_wait_for_ever(tmp_path, monkeypatch, warned):
+    done = threading.Event()
+    clock = time.monotonic
+    node = node_of(Unreliable(tmp_path, lambda number: done.wait(40)), inner_steps=99)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() * 100)  # half a minute in no time
+    node.start()
+    assert node.model.w.item() == 1.0
+    monkeypatch.undo()
+    assert move(node, 0.5) is False
+    done.set()
+    wait_until(lambda: node._exchange.look)
+    move(node, 0.5)
+    wait_until(lambda: "latest.json" in node.hub.list("global"))
+    assert global_on(node.hub)["model"]["w"].item() == 1.0  # what it had when it started
+    node.stop()
+
+
+@pytest.mark.parametrize("period", [2, 3, 5])
+def test_a_hub_that_fails_now_and_then_changes_nothing(tmp_path, period):
+    def fail(number):
+        if number % period == 0:
+            raise OSError(f"call {number}")
+
+    node = node_of(Unreliable(tmp_path, fail), inner_steps=2, blocking=True)
+    node.start()
+    for version in range(1, 6):
+        move(node, 0.05)
+        assert move(node, 0.05) is True
+        assert node.model.w.item() == pytest.approx(solo(version, 0.1, 0.9), abs=1e-6)
+    node.stop()
+
+
+def test_a_permanent_error_is_said_once_and_not_hammered(tmp_path, warned):
+    def forbidden(number):
+        raise PermissionError("not yours")
+
+    hub = Unreliable(tmp_path, forbidden)
+    node = node_of(hub, poll_interval=0.01)
+    node.start()
+    for _ in range(20):
+        move(node)
+        time.sleep(0.02)
+    assert len(warned()) == 1
+    assert hub.calls == 1
+    node.stop()
+
+
+def train_blocking_until_sigterm(directory):
+    model = Vector()
+    trainer = Trainer(
+        WithLoss(model),
+        torch.optim.SGD(model.parameters(), lr=0.25),
+        ones(100),
+        checkpoint_manager=CheckpointManager(directory / "run", every_steps=1000),
+        coordinator=node_of(directory / "hub", "b", model=model, inner_steps=3, blocking=True),
+        save_on_signal=[signal.SIGTERM],
+    )
+    result = trainer.fit(100)
+    assert (result.stop_reason, result.steps) == ("SIGTERM", 3)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return (self.model.w * x).mean()
+
+
+def test_a_blocking_node_without_a_master_stops_on_a_signal(tmp_path, by_hand):
+    hub = Hub(tmp_path / "hub")
+    options = {"inner_steps": 99, "outer_lr": 1.0, "outer_momentum": 0.0}
+    master = node_of(hub, **options)
+    master.start()
+    move(master)
+    exchange(master)
+    hub.delete("nodes/a/alive.json")
+    process = forks.Process(target=train_blocking_until_sigterm, args=(tmp_path,))
+    process.start()
+    try:
+        wait_until(lambda: deltas_on(hub) == [f"b/delta_{1:012}.pt"])
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(30)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0
+    state = CheckpointManager(tmp_path / "run").load_latest()["coordinator"]
+    assert state["pending_upload"]["delta"]["w"].item() == 0.75
+    assert (state["local_step"], state["last_global_step"]) == (3, 0)
+    assert hub.list("nodes/b") == [f"delta_{1:012}.pt"]  # a clean stop
+    master = node_of(hub, **options)
+    master.start()
+    master._exchange.opens = 0
+    exchange(master)  # it comes back
+    node = node_of(hub, "b", values=[0.25], blocking=True)
+    node.start()
+    node.load_state_dict(state)
+    assert node.model.w.item() == 0.25
+    assert node.outer_step == 1
+    assert node.state_dict()["pending_upload"] is None
+
+
+def test_a_wait_says_for_whom(tmp_path, warned):
+    hub = Hub(tmp_path)
+    options = {"blocking": True, "quorum": 2, "node_timeout": 0.2}
+    master = node_of(hub, **options)
+    master.start()
+    began = time.monotonic()
+    master.should_stop = lambda: time.monotonic() - began > 1
+    assert master.after_optimizer_step(master.model, 1) is False
+    assert warned()[0] == "a waits for the round of its delta 1 (the master)"
+    assert 2 <= len(warned()) <= 5
+    assert master.state_dict()["pending_upload"] is not None
+    master.stop()
+
+
+def test_a_blocking_node_that_went_on_after_a_stop_waits_at_its_next_boundary(tmp_path):
+    hub, options = Hub(tmp_path), {"blocking": True, "quorum": 2}
+    one, two = node_of(hub, **options), node_of(hub, "b", **options)
+    one.start()
+    one.should_stop = lambda: True
+    assert move(one, 0.5) is False
+    one.should_stop = lambda: False
+    two.start()
+    assert in_threads(lambda: move(one, 0.25), lambda: move(two, 0.5)) == [True, True]
+    assert one.model.w.item() == two.model.w.item() == pytest.approx(solo(1, 0.5, 0.9), abs=1e-6)
+    one.stop()
+    two.stop()
+
+
+def test_a_node_can_be_stopped_and_started_again(tmp_path):
+    node = node_of(tmp_path, inner_steps=2, blocking=True)
+    for version in range(1, 4):
+        node.start()
+        assert move(node, 0.05) is False
+        assert move(node, 0.05) is True
+        assert node.model.w.item() == pytest.approx(solo(version, 0.1, 0.9), abs=1e-6)
+        node.stop()
+        assert not [t for t in threading.enumerate() if t.name.startswith("ckpt")]
+        assert node.hub.list("nodes/a") in ([], [f"delta_{version:012}.pt"])
+
+
+def test_a_hub_over_s3(tmp_path, monkeypatch):
+    """The protocol over the semantics of an object store: a whole run of two nodes."""
+    moto = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    boto3 = pytest.importorskip("boto3")
+    server = moto.ThreadedMotoServer(port=0)
+    server.start()
+    try:
+        url = "http://{}:{}".format(*server.get_host_and_port())
+        access = {"key": "x", "secret": "y", "endpoint_url": url}
+        monkeypatch.setitem(fsspec.config.conf, "s3", access)
+        client = boto3.client(
+            "s3", endpoint_url=url, aws_access_key_id="x", aws_secret_access_key="y",
+            region_name="us-east-1",
+        )  # fmt: skip
+        client.create_bucket(Bucket="bucket")
+        hub = Hub("s3://bucket/some/run")
+        assert hub.list("global") == []
+        models = in_threads(
+            *(
+                functools.partial(train_blocking, hub, i, 2, 3, 4, "worker" if i else "master")
+                for i in range(2)
+            )
+        )
+        expected = textbook(2, 3, 4)
+        for model in models:
+            for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                assert (ours - theirs).abs().max() <= 1e-6
+        assert global_on(hub)["applied"] == {"n0": 3, "n1": 3}
+        keys = [item["Key"] for item in client.list_objects_v2(Bucket="bucket")["Contents"]]
+        assert all(re.fullmatch(r"some/run/(global|nodes)/[a-z0-9_./]+", key) for key in keys)
+        assert len(keys) <= 1 + 3 + 2
+    finally:
+        server.stop()
+
+
+# --------------------------------------------------------------------------------------------------
+# DumbDiLoCo: everything that happened, counted
+# --------------------------------------------------------------------------------------------------
+class Chaos:
+    """Four nodes of different speed on a Hub that fails, driven by a seed.
+
+    Each piece of work moves an element of its own by 4; the mean of four nodes is 1. So the shared
+    model says of each piece how often it was counted. ``owed``: what has to be in there once.
+    """
+
+    def __init__(self, directory, seed, events):
+        self.random = random.Random(seed)
+        self.size, self.done, self.failing = events, 0, False
+        self.hub = Unreliable(directory, lambda number: None)
+        self.hub.delete = self.delete
+        self.uploaded = {}
+        self.options = {
+            "inner_steps": self.random.choice([1, 2, 3]), "quorum": self.random.choice([1, 1, 2]),
+            "delta_dtype": self.random.choice([torch.float32, torch.bfloat16]),
+            "outer_lr": 1.0, "outer_momentum": 0.0, "node_timeout": 1e9, "poll_interval": 1e-5,
+        }  # fmt: skip
+        self.nodes, self.owed = {}, {name: [] for name in "abcd"}
+        self.saved = {name: [] for name in "abcd"}
+        for name in "abcd":
+            self.nodes[name] = self.new(name)
+            self.nodes[name].start()
+            self.step(name, work=False)
+            self.exchange(name)
+        self.hub.fail = self.fail if self.random.random() < 0.7 else self.hub.fail
+
+    def fail(self, number):
+        self.failing = self.random.random() < (0.5 if self.failing else 0.15)
+        if self.failing:
+            raise OSError("now and then")
+
+    def delete(self, name):
+        if self.random.random() < 0.7:
+            Hub.delete(self.hub, name)
+
+    def new(self, name):
+        return node_of(self.hub, name, values=[1.0] * self.size, **self.options)
+
+    def step(self, name, work=True):
+        node = self.nodes[name]
+        alone = node.state_dict()["baseline"] is None
+        if work:
+            self.owed[name].append(self.done)
+        move(node, 4.0 * work, self.done)
+        self.done += work
+        if alone and node.state_dict()["baseline"] is not None:
+            self.owed[name] = []  # what is done before the first shared model is seen is replaced
+
+    def exchange(self, name):
+        with contextlib.suppress(OSError):
+            exchange(self.nodes[name])
+        for path in deltas_on(Hub(self.hub.url)):
+            data = Hub(self.hub.url).read(f"nodes/{path}")
+            delta = torch.load(io.BytesIO(data))["delta"]["w"]
+            same(self.uploaded.setdefault(path, delta), delta, path)  # a name for ever
+
+    def save(self, name):
+        node = self.nodes[name]
+        state = {"model": node.model.state_dict(), "node": node.state_dict()}
+        self.saved[name].append((roundtrip(state), list(self.owed[name])))
+
+    def crash(self, name):
+        """Back to one of the last checkpoints, or to none; later ones are gone."""
+        saved = self.saved[name]
+        number = self.random.choice([*range(len(saved))[-3:], None])
+        node = self.nodes[name] = self.new(name)
+        if number is None:
+            self.owed[name], self.saved[name] = [], []
+            node.start()
+            return
+        state, owed = saved[number]
+        self.owed[name] = list(owed) if state["node"]["baseline"] is not None else []
+        del saved[number + 1 :]
+        ckpt.load_model_state_dict(node.model, state["model"])
+        node.start()
+        node.load_state_dict(state["node"])
+
+    def end(self):
+        """The Hub is well again, and everybody goes on until nothing is under way."""
+        self.hub.fail = lambda number: None
+        for _ in range(12):
+            for name in self.nodes:
+                self.step(name, work=False)
+            for name in (*self.nodes, "a"):
+                self.exchange(name)
+        counted = 1 - global_on(Hub(self.hub.url))["model"]["w"]
+        owed = torch.zeros(self.size)
+        for units in self.owed.values():
+            owed[units] = 1
+        for delta in self.uploaded.values():
+            owed[delta.nonzero().flatten()] = 1
+        same(counted, owed)
+        for node in self.nodes.values():
+            same(node.model.w.data, 1 - counted)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_all_that_was_done_is_in_the_shared_model_once(tmp_path, by_hand, seed, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    chaos = Chaos(tmp_path, seed, 80)
+    kinds = [chaos.step] * 9 + [chaos.exchange] * 7 + [chaos.save] * 2 + [chaos.crash] * 2
+    for _ in range(80):
+        chaos.random.choice(kinds)(chaos.random.choice("abcd"))
+    chaos.end()
+    assert chaos.done > 20
+    assert len(chaos.uploaded) > 10
 
 
 # --------------------------------------------------------------------------------------------------

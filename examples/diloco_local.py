@@ -1,6 +1,6 @@
 """A team of four on this machine, each a process with a quarter of the text; one of them is killed.
 
-    python examples/diloco_local.py               # nobody waits for anybody; 3 minutes on two cores
+    python examples/diloco_local.py               # nobody waits for anybody; 2 minutes on two cores
     python examples/diloco_local.py --blocking    # in rounds
     python examples/diloco_local.py --steps 12 --inner-steps 4 --warmup-steps 4 --slow 0.1
     python examples/diloco_local.py --hub s3://bucket/new-folder     # through a bucket
@@ -177,12 +177,14 @@ def run(out: Path, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300, help="steps of each node")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each node")
     parser.add_argument("--inner-steps", type=int, default=25, help="steps between two deltas")
-    parser.add_argument("--warmup-steps", type=int, default=200, help="common steps before")
+    parser.add_argument("--warmup-steps", type=int, default=100, help="common steps before")
     parser.add_argument("--blocking", action="store_true", help="in rounds, waiting for each other")
     parser.add_argument("--kill-at", type=int, help=f"step after which {DIES} dies; 0: none")
-    parser.add_argument("--slow", type=float, default=0.2, help="sleep of the slowest in each step")
+    parser.add_argument(
+        "--slow", type=float, default=0.15, help="sleep of the slowest in each step"
+    )
     parser.add_argument("--poll", type=float, default=0.3, help="seconds between looks at the hub")
     parser.add_argument("--hub", help="a folder or a URL that fsspec opens; OUT/hub if not given")
     parser.add_argument("--out", help="folder of all checkpoints; a temporary one if not given")

@@ -2166,6 +2166,8 @@ class DumbDiLoCo:
         with self._lock:
             self._finish_capture()
             upload, outer = self._upload, self._exchange.outer
+            if outer is not None:
+                outer.lent = True
             return {
                 "node_id": self.node_id,
                 "role": self.role,
@@ -2264,10 +2266,12 @@ class DumbDiLoCo:
             return self._settle(look)
         if self.blocking or self._exchange.fetched is None:
             return False
-        shared, damaged = self._exchange.take(), self._exchange.refetch
-        if self._baseline is not None and not damaged and shared.step <= self.outer_step:
-            return False
-        self._install(shared, whole=damaged or self._baseline is None)
+        with self._lock:  # till it is installed: its memory is used again
+            shared, self._exchange.fetched = self._exchange.fetched, None
+            damaged = self._exchange.refetch
+            if self._baseline is not None and not damaged and shared.step <= self.outer_step:
+                return False
+            self._install(shared, whole=damaged or self._baseline is None)
         return True
 
     def _settle(self, look: _Look) -> bool:
@@ -2343,7 +2347,9 @@ class DumbDiLoCo:
 
         if not self._wait(published, f"the round of its delta {number}"):
             return False
-        self._install(exchange.take(), whole=True)
+        with self._lock:
+            shared, exchange.fetched = exchange.fetched, None
+            self._install(shared, whole=True)
         return True
 
     def _capture(self) -> None:
@@ -2460,11 +2466,6 @@ class _Exchange:
         """Whether a blocking node can begin."""
         found = self.look is not None and (self.look.shared or self.master)
         return bool(found or isinstance(self.error, CheckpointError))
-
-    def take(self) -> _Global:
-        with self.node._lock:
-            taken, self.fetched = self.fetched, None
-        return taken
 
     def exchange(self) -> None:
         """Fetch what is newer, say that we live, upload what is in flight; a master aggregates.
@@ -2598,9 +2599,11 @@ class _Master:
     """What makes a node the master: it completes the rounds and publishes the shared model."""
 
     def __init__(self, node: DumbDiLoCo, hub: _Patient):
-        self.hub, self.layout, self.node_timeout = hub, node._layout, node.node_timeout
+        self.hub, self.layout, self._lock = hub, node._layout, node._lock
+        self.node_timeout = node.node_timeout
         self.lr, self.momentum, self.quorum = node.outer_lr, node.outer_momentum, node.quorum
         self.outer: _Global | None = None
+        self._spare: _Global | None = None  # the one before: memory for the next (fresh is slow)
         self.waits_for: list[str] = []  # the nodes whose deltas the round lacks
         self._ours: set[str | None] = {None}  # digests of what may be on the Hub
         self._seen: dict[str, tuple[bytes, float]] = {}  # each node's counter, when it last moved
@@ -2624,14 +2627,17 @@ class _Master:
             self._publish()
         following = self._round(*self._survey())
         if following is not None:
-            self.outer = following
+            with self._lock:  # which the training thread holds while it reads what is spare then
+                if following.model is not self.outer.model:
+                    self._spare = self.outer
+                self.outer = following
             self._publish()
 
     def _publish(self) -> None:
         """The version, then the pointer. Applied deltas are deleted when that is seen there."""
         data = _to_bytes(self.outer.state_dict())
         digest, file = hashlib.sha256(data).hexdigest(), _global_file(self.outer.step)
-        self.outer = dataclasses.replace(self.outer, digest=digest)
+        self.outer.digest = digest
         self._ours.add(digest)
         pointer = {
             "outer_step": self.outer.step,
@@ -2689,8 +2695,11 @@ class _Master:
             return None
         outer, nodes = self.outer, len(live | counted)
         if total:  # else all were refused, which another version has to say
-            outer = _outer_step(outer, total, nodes, self.lr, self.momentum, self.layout)
-        return dataclasses.replace(outer, step=outer.step + 1, applied=applied, digest=None)
+            spare = None if self._spare is None or self._spare.lent else self._spare
+            outer = _outer_step(outer, total, nodes, self.lr, self.momentum, self.layout, spare)
+        lent = not total or outer.lent
+        step = outer.step + 1
+        return dataclasses.replace(outer, step=step, applied=applied, digest=None, lent=lent)
 
     def _is_complete(self, arrived: set[str], live: set[str]) -> bool:
         self.waits_for = sorted(live - arrived)
@@ -2731,15 +2740,16 @@ class _Deposed(Exception):
     """Another master has published a version."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Global:
-    """A version of the shared model. Its tensors are never changed: a checkpoint may read them."""
+    """A version of the shared model. Its tensors stay as they are while anybody can see them."""
 
     step: int
     model: dict[str, torch.Tensor]  # parameters in fp32, buffers as they are
     momentum: dict[str, torch.Tensor] | None
     applied: dict[str, int]  # of each node the last delta that is in here
     digest: str | None = None  # sha256 of its file, once there is one
+    lent: bool = True  # whether a checkpoint may be reading it
 
     def state_dict(self) -> dict:
         names = {"outer_step": self.step, "model": self.model, "momentum": self.momentum}
@@ -2891,26 +2901,41 @@ def _add(total: dict, delta: dict[str, torch.Tensor], outer: _Global, layout: _L
 
 
 def _outer_step(
-    outer: _Global, total: dict, nodes: int, lr: float, momentum: float, layout: _Layout
+    outer: _Global,
+    total: dict,
+    nodes: int,
+    lr: float,
+    momentum: float,
+    layout: _Layout,
+    spare: _Global | None,
 ) -> _Global:
     """Nesterov SGD on the mean delta (Douillard et al. 2023, algorithm 1, line 14)."""
-    model = {name: _copied(tensor, _CPU) for name, tensor in outer.model.items()}
-    weights = {name: model[name] for name in layout.parameters}
-    sgd = torch.optim.SGD(weights.values(), lr=lr, momentum=momentum, nesterov=momentum > 0)
-    for name, weight in weights.items():
+    model = _copies(outer.model, spare and spare.model)
+    buffers = _copies(outer.momentum or {}, spare and spare.momentum) if momentum else {}
+    weights = [model[name] for name in layout.parameters]
+    sgd = torch.optim.SGD(weights, lr=lr, momentum=momentum, nesterov=momentum > 0, foreach=True)
+    for name, weight in zip(layout.parameters, weights, strict=True):
         weight.grad = total[name].div_(nodes)
-        if momentum and outer.momentum:
-            sgd.state[weight]["momentum_buffer"] = _copied(outer.momentum[name], _CPU)
+        if name in buffers:
+            sgd.state[weight]["momentum_buffer"] = buffers[name]
     sgd.step()
+    for name, weight in zip(layout.parameters, weights, strict=True):
+        buffers[name], weight.grad = sgd.state[weight].get("momentum_buffer"), None
     for name in layout.buffers:
         if model[name].is_floating_point():
             model[name].add_(total[name].div_(nodes))
         else:
             model[name] = torch.maximum(model[name], total[name])
-    kept = {n: sgd.state[w]["momentum_buffer"] for n, w in weights.items()} if momentum else None
-    for weight in weights.values():
-        weight.grad = None  # its memory is not needed any more
-    return dataclasses.replace(outer, model=model, momentum=kept)
+    return dataclasses.replace(
+        outer, model=model, momentum=buffers if momentum else None, lent=False
+    )
+
+
+def _copies(tensors: dict, spare: dict | None) -> dict:
+    """Copies, in the memory of ``spare`` where there is one."""
+    if not spare:
+        return {name: _copied(tensor, _CPU) for name, tensor in tensors.items()}
+    return {name: spare[name].copy_(tensor) for name, tensor in tensors.items()}
 
 
 def _tensors(model: torch.nn.Module) -> tuple[dict, dict]:
@@ -2995,7 +3020,8 @@ def _read_global(hub: Any, pointer: dict, layout: _Layout) -> _Global:
     except Exception as error:
         message = f"{name} does not hold this model: {error}"
         raise CheckpointError(message, path=name, step=pointer["outer_step"]) from error
-    return dataclasses.replace(shared, digest=digest)
+    shared.digest = digest
+    return shared
 
 
 def _read_delta(hub: Any, node: str, number: int, layout: _Layout) -> bytes | None:

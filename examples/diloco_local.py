@@ -119,6 +119,8 @@ def train_together(out: Path, hub: str, options: list, args: argparse.Namespace)
                 processes.start(name, *commands[name], threads=1)
             else:
                 check(name, status)
+            if name == "master" and "latest.json" not in ckpt.Hub(hub).list("global"):
+                raise SystemExit(f"the master could not publish its model in {hub}")
     return {name: read_report(out, name) for name in SPEEDS}
 
 

@@ -27,7 +27,7 @@ import ckpt
 
 
 class CountingHub(ckpt.Hub):
-    """A Hub that counts what goes over the wire; the counts are kept in the checkpoints."""
+    """A Hub that counts what goes over the wire; up to the last checkpoint, if it is killed."""
 
     bytes_read = bytes_written = 0
 

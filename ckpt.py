@@ -2082,21 +2082,18 @@ class DumbDiLoCo:
         self.hub = Hub(hub) if isinstance(hub, (str, os.PathLike)) else hub
         self.should_stop: Callable[[], bool] = lambda: False
         self.local_step = 0
-        self.outer_step = 0  # the version of the shared model that was installed last
-        # What a checkpoint holds, too:
-        self._baseline: dict[str, torch.Tensor] | None = None  # None: no shared model seen yet
-        self._generation = 0  # the number of the last delta
-        self._upload: _Upload | None = None  # the delta in flight: not in the shared model yet
-        self._captured: tuple[int, int, dict] | None = None  # what the next delta is made of
         self._uploaded_step = 0
-        # What else a run needs:
-        self._lock = threading.RLock()
-        self._settled: _Look | None = None  # what the state above was last related to
+        self._work = _Work(model, self._layout, node_id, delta_dtype)
+        self._lock = threading.RLock()  # of the work and of what the exchange brings
+        self._settled: _Look | None = None  # what the state was last related to
         self._kept: dict[str, torch.Tensor] | None = None  # the weights at the start
-        self._buffers: dict[str, torch.Tensor] = {}  # for captures
-        self._odd: set[str] = set()  # buffers that are not finite in the shared model either
         self._training, self._ticks = False, 0
         self._exchange = _Exchange(self)
+
+    @property
+    def outer_step(self) -> int:
+        """The version of the shared model that was installed last."""
+        return self._work.version
 
     def start(self) -> None:
         """Begin to exchange with the Hub, and install its shared model if there is one.
@@ -2164,21 +2161,21 @@ class DumbDiLoCo:
         of a master, the shared model: model, outer_step, momentum, applied).
         """
         with self._lock:
-            self._finish_capture()
-            upload, outer = self._upload, self._exchange.outer
+            self._work.finish()
+            work, upload, outer = self._work, self._work.upload, self._exchange.outer
             if outer is not None:
                 outer.lent = True
             return {
                 "node_id": self.node_id,
                 "role": self.role,
                 "local_step": self.local_step,
-                "last_global_step": self.outer_step,
+                "last_global_step": work.version,
                 "last_uploaded_step": self._uploaded_step,
-                "baseline": self._baseline,
-                "baseline_generation": self._generation,
+                "baseline": work.baseline,
+                "baseline_generation": work.generation,
                 "pending_delta": None,
                 "pending_delta_step": None,
-                "pending_upload": upload and {**upload.state_dict(), "target": self._baseline},
+                "pending_upload": upload and {**upload.state_dict(), "target": work.baseline},
                 "outer": outer and outer.state_dict(),
             }
 
@@ -2214,8 +2211,8 @@ class DumbDiLoCo:
             log.warning("%s joins anew: the state is that of %s", self.node_id, node_id)
             numbers, baseline, upload = [0, 0, 0, 0], None, None
         with self._lock, _signals_deferred():
-            self.local_step, self.outer_step, self._uploaded_step, self._generation = numbers
-            self._baseline, self._upload, self._captured = baseline, upload, None
+            self.local_step, version, self._uploaded_step, generation = numbers
+            self._work.restore(version, baseline, generation, upload)
             self._settled = None
             self._exchange.outer = outer
             if self._exchange.running:  # start() may have put the shared model there
@@ -2224,26 +2221,17 @@ class DumbDiLoCo:
         self._take_news()
 
     def _outgoing(self) -> _Upload | None:
-        """The delta in flight, once what the Hub holds of ours is known."""
+        """The delta in flight, once it is known what the Hub holds of this node."""
         with self._lock:
-            self._finish_capture()
-            return None if self._settled is None else self._upload
+            self._work.finish()
+            return None if self._settled is None else self._work.upload
 
     def _found(self) -> None:
         """A master on an empty Hub: the weights at the start become the first shared model."""
         with self._lock:
             leads = self._exchange.master is not None and self._exchange.outer is None
-            if not leads or self._settled is None or self._kept is None:
-                return
-            weights, model = self._layout.parameters, dict(self._kept)
-            model |= {name: model[name].float() for name in weights}
-            # Newer than what other nodes may have of a Hub that was lost.
-            self.outer_step = 0 if self._baseline is None else self.outer_step + 1
-            self._baseline = {name: _copied(model[name], _CPU) for name in weights}
-            applied = {self.node_id: self._generation} if self._generation else {}  # is in there
-            shared = _Global(self.outer_step, model, None, applied)
-            self._take_note(shared)
-            self._exchange.outer = shared
+            if leads and self._settled is not None and self._kept is not None:
+                self._exchange.outer = self._work.found(self._kept)
 
     def _wait(self, until: Callable[[], Any], what: str, seconds: float = math.inf) -> bool:
         """Whether it has come true, before a stop was asked for or the time ran out."""
@@ -2261,75 +2249,46 @@ class DumbDiLoCo:
 
     def _take_news(self) -> bool:
         """Install what the thread has brought, if that is what a node does now."""
-        look = self._exchange.look
+        look, work = self._exchange.look, self._work
         if look is not None and look is not self._settled:
             return self._settle(look)
         if self.blocking or self._exchange.fetched is None:
             return False
         with self._lock:  # till it is installed: its memory is used again
             shared, self._exchange.fetched = self._exchange.fetched, None
-            damaged = self._exchange.refetch
-            if self._baseline is not None and not damaged and shared.step <= self.outer_step:
+            if work.baseline is not None and not work.damaged and shared.step <= work.version:
                 return False
-            self._install(shared, whole=damaged or self._baseline is None)
+            work.install(shared, whole=work.damaged or work.baseline is None)
         return True
 
     def _settle(self, look: _Look) -> bool:
         """Relate the state that this node starts from to the first that it sees of the Hub."""
-        self._settled = look
-        shared, exchange = look.shared, self._exchange
-        if exchange.master is not None:
-            shared = exchange.master.start_from(shared)
+        shared, master, work = look.shared, self._exchange.master, self._work
+        with self._lock:
+            self._settled = look
+            if master is not None:
+                shared = master.start_from(shared)
+            if shared is not None:
+                again = work.rejoin(look, shared, self._kept)
+                changed = work.baseline is None or again or shared.step != work.version
+                if changed:
+                    work.install(shared, whole=work.baseline is None)
         if shared is None:
-            if exchange.master is None:
+            if master is None:
                 log.warning("%s trains alone until a master has published a model", self.node_id)
             return False
-        with self._lock:
-            again = self._rejoin(look, shared.applied.get(self.node_id, 0))
-            unchanged = self._baseline is not None and shared.step == self.outer_step and not again
-            if unchanged:
-                self._take_note(shared)
-            else:
-                self._install(shared, whole=self._baseline is None)
-        if self.blocking and self._upload is not None:
-            return self._wait_for_round() or not unchanged
-        return not unchanged
-
-    def _rejoin(self, look: _Look, recorded: int) -> bool:
-        """Whether the Hub holds a delta which this state, of an older checkpoint, does not know.
-
-        What was done after the checkpoint is in there, so it is not to be counted again.
-        """
-        newest = max(recorded, look.generation)
-        found = look.upload if look.generation > recorded else None
-        unknown = newest > self._generation
-        if found is not None and newest == self._generation:
-            # The same number may be that of another delta, of a run that began without checkpoint.
-            unknown = self._upload is not None and not self._upload.equals(found)
-            self._upload = found
-        if unknown:
-            self._generation, self._upload = newest, found
-            start = self._kept or _all_tensors(self.model)
-            for name, base in (self._baseline or {}).items():
-                base.copy_(start[name])
-        return unknown
-
-    def _take_note(self, shared: _Global) -> None:
-        recorded = shared.applied.get(self.node_id, 0)
-        if self._upload is not None and self._upload.generation <= recorded:
-            self._upload = None
-        self._generation = max(self._generation, recorded)
-        self._odd = {name for name in self._layout.buffers if not _is_finite(shared.model[name])}
+        waits = self.blocking and work.upload is not None
+        return (self._wait_for_round() if waits else False) or changed
 
     def _boundary(self) -> bool:
         """Capture a delta, unless there is nothing to relate it to or one is in flight."""
+        work = self._work
         with self._lock, _signals_deferred():
-            self._finish_capture()
-            alone = self._settled is None or self._baseline is None
-            if alone or self._exchange.refetch:
+            work.finish()
+            if self._settled is None or work.baseline is None or work.damaged:
                 return False
-            if self._upload is None:
-                self._capture()
+            if work.upload is None:
+                work.capture(self.local_step)
             elif not self.blocking:
                 return False
         self._exchange.wake.set()
@@ -2338,8 +2297,8 @@ class DumbDiLoCo:
     def _wait_for_round(self) -> bool:
         """Until the shared model holds the delta in flight (or there is one to replace a NaN)."""
         with self._lock:
-            self._finish_capture()
-        exchange, number = self._exchange, self._generation
+            self._work.finish()
+        exchange, number = self._exchange, self._work.generation
 
         def published() -> bool:
             found = exchange.fetched
@@ -2349,11 +2308,37 @@ class DumbDiLoCo:
             return False
         with self._lock:
             shared, exchange.fetched = exchange.fetched, None
-            self._install(shared, whole=True)
+            self._work.install(shared, whole=True)
         return True
 
-    def _capture(self) -> None:
-        """Copy the model, into memory that is kept; the delta is made of that later."""
+
+class _Work:
+    """What a node has done on top of the shared model, as baseline - parameters, and a delta of it.
+
+    All but the live model is on the CPU, parameters in fp32. Its callers hold the node's lock.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, layout: _Layout, node_id: str, delta_dtype: torch.dtype
+    ):
+        self.model, self.layout, self.node_id = model, layout, node_id
+        self.delta_dtype = delta_dtype
+        self.damaged = False  # a NaN was found: the shared model has to replace it
+        self._buffers: dict[str, torch.Tensor] = {}  # for captures, kept: fresh memory is slow
+        self._odd: set[str] = set()  # buffers that are not finite in the shared model either
+        self.restore(0, None, 0, None)
+
+    def restore(
+        self, version: int, baseline: dict | None, generation: int, upload: _Upload | None
+    ) -> None:
+        self.version = version  # of the shared model that was installed last
+        self.baseline = baseline  # None: there was none yet
+        self.generation = generation  # the number of the last delta
+        self.upload = upload  # the delta in flight: not in the shared model yet
+        self._captured: tuple[int, dict] | None = None  # what the next one is made of
+
+    def capture(self, step: int) -> None:
+        """Copy the model; the delta is made of that later, by the thread if it comes to it."""
         parameters, buffers = _tensors(self.model)
         for name, tensor in {**parameters, **buffers}.items():
             if name not in self._buffers:
@@ -2362,42 +2347,39 @@ class DumbDiLoCo:
             self._buffers[name].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in parameters.values()):
             torch.cuda.synchronize()
-        self._captured = self.local_step, self.outer_step, dict(self._buffers)
+        self._captured = step, dict(self._buffers)
 
-    def _finish_capture(self) -> None:
+    def finish(self) -> None:
         """Make the delta of what was captured; the baseline becomes what that leads to."""
         if self._captured is None:
             return
         with _signals_deferred():
-            (step, version, delta), self._captured = self._captured, None
-            for name, base in self._baseline.items():
+            (step, delta), self._captured = self._captured, None
+            for name, base in self.baseline.items():
                 torch.sub(base, delta[name], out=delta[name])
                 delta[name] = _rounded(delta[name], self.delta_dtype)
             odd = [n for n, t in delta.items() if n not in self._odd and not _is_finite(t)]
             if odd:
-                message = "%s takes the shared model as it is: its own is not finite (%s)"
+                self.damaged, message = True, "%s takes the shared model: %s is not finite here"
                 log.warning(message, self.node_id, ", ".join(odd[:3]))
-                self._exchange.refetch = True
-                self._exchange.wake.set()
                 return
-            for name, base in self._baseline.items():
+            for name, base in self.baseline.items():
                 base.sub_(delta[name])
-            self._generation += 1
-            self._upload = _Upload(step, version, self._generation, delta)
+            self.generation += 1
+            self.upload = _Upload(step, self.version, self.generation, delta)
 
-    def _install(self, shared: _Global, whole: bool) -> None:
-        """Put ``shared`` under the work of this node. ``whole``: in its place, buffers too."""
+    def install(self, shared: _Global, whole: bool) -> None:
+        """Put ``shared`` under the work. ``whole``: in place of it and of the buffers."""
         parameters, buffers = _tensors(self.model)
-        with self._lock, _signals_deferred():
-            self._finish_capture()
-            self._take_note(shared)
-            in_flight = {} if self._upload is None else self._upload.delta
-            if self._baseline is None:
-                self._baseline = {n: _new_tensor(p, torch.float32) for n, p in parameters.items()}
+        with _signals_deferred():
+            self.finish()
+            self._note(shared)
+            if self.baseline is None:
+                self.baseline = {n: _new_tensor(p, torch.float32) for n, p in parameters.items()}
             for name, live in parameters.items():
-                base, target = self._baseline[name], shared.model[name]
-                if name in in_flight:
-                    target = target - in_flight[name]
+                base, target = self.baseline[name], shared.model[name]
+                if self.upload is not None:
+                    target = target - self.upload.delta[name]
                 if whole:
                     base.copy_(live.copy_(target))
                 else:
@@ -2407,8 +2389,46 @@ class DumbDiLoCo:
             if whole:
                 for name, live in buffers.items():
                     live.copy_(shared.model[name])
-            self.outer_step = shared.step
-            self._exchange.refetch = False
+            self.version, self.damaged = shared.step, False
+
+    def found(self, start: dict[str, torch.Tensor]) -> _Global:
+        """The first shared model, of the weights at the start; the work is what moved since."""
+        weights = self.layout.parameters
+        model = {**start, **{name: start[name].float() for name in weights}}
+        # Newer than what other nodes may have of a Hub that was lost.
+        self.version = 0 if self.baseline is None else self.version + 1
+        self.baseline = {name: _copied(model[name], _CPU) for name in weights}
+        applied = {self.node_id: self.generation} if self.generation else {}  # it is in there
+        shared = _Global(self.version, model, None, applied)
+        self._note(shared)
+        return shared
+
+    def rejoin(self, look: _Look, shared: _Global, start: dict[str, torch.Tensor] | None) -> bool:
+        """Whether the Hub knows of a delta which this state, of an older checkpoint, does not.
+
+        What was done after the checkpoint is in there, so it is not to be counted again.
+        """
+        recorded = shared.applied.get(self.node_id, 0)
+        newest = max(recorded, look.generation)
+        found = look.upload if look.generation > recorded else None
+        unknown = newest > self.generation
+        if found is not None and newest == self.generation:
+            # The same number may be that of another delta, of a run that began without checkpoint.
+            unknown = self.upload is not None and not self.upload.equals(found)
+            self.upload = found
+        if unknown:
+            self.generation, self.upload = newest, found
+            for name, base in (self.baseline or {}).items():
+                base.copy_((start or _all_tensors(self.model))[name])
+        self._note(shared)
+        return unknown
+
+    def _note(self, shared: _Global) -> None:
+        recorded = shared.applied.get(self.node_id, 0)
+        if self.upload is not None and self.upload.generation <= recorded:
+            self.upload = None
+        self.generation = max(self.generation, recorded)
+        self._odd = {name for name in self.layout.buffers if not _is_finite(shared.model[name])}
 
 
 class _Exchange:
@@ -2422,7 +2442,6 @@ class _Exchange:
         self.opens = math.inf  # when a master begins, if its node has not trained before
         self.look: _Look | None = None  # the first that was seen of the Hub
         self.fetched: _Global | None = None  # the newest version after that, until it is taken
-        self.refetch = False  # the newest one is wanted even if it is not new
         self.error: Exception | None = None  # what the last exchange failed of
         self.tries = 0
         self.wake = threading.Event()
@@ -2489,17 +2508,14 @@ class _Exchange:
                 self._lead()
 
     def _lead(self) -> None:
-        try:
-            self.master.aggregate()
-        except _Deposed as other:
-            log.error("another master published %s: %s is none now", other, self.node.node_id)
+        if not self.master.aggregate():
+            log.error("%s leads no more: another master has published", self.node.node_id)
             self.master = None
-            return
-        if self._wants(self.outer.step):
+        elif self._wants(self.outer.step):
             self._offer(self.outer)
 
     def _wants(self, step: int) -> bool:
-        return step > self._newest or (self.refetch and self.fetched is None)
+        return step > self._newest or (self.node._work.damaged and self.fetched is None)
 
     def _offer(self, shared: _Global) -> None:
         with self.node._lock:
@@ -2519,10 +2535,9 @@ class _Exchange:
             self._newest = shared.step
             self._recorded = shared.applied.get(self.node.node_id, 0)
         if newest > self._recorded:
-            data = _read_delta(self.hub, self.node.node_id, newest, self.layout)
             try:
-                upload = _Upload.from_bytes(data, self.node.node_id, newest, self.layout)
-            except ValueError as error:  # the master will refuse it too
+                upload = _read_delta(self.hub, self.node.node_id, newest, self.layout)
+            except _Refused as error:  # by the master too
                 log.warning("delta %d of %s is of no use: %s", newest, self.node.node_id, error)
         self.look = _Look(shared, shared is None, newest, upload)
 
@@ -2618,12 +2633,16 @@ class _Master:
                 self.outer = shared
         return self.outer
 
-    def aggregate(self) -> None:
-        """Publish what is not on the Hub yet, and another version if a round is complete."""
-        pointer = _read_pointer(self.hub) or {"sha256": None, "file": None}
-        if pointer["sha256"] not in self._ours:
-            raise _Deposed(pointer["file"])
-        if pointer["sha256"] is None or pointer["sha256"] != self.outer.digest:
+    def aggregate(self) -> bool:
+        """Publish what is not on the Hub yet, and another version if a round is complete.
+
+        False, and nothing is done, when another master has published one.
+        """
+        pointer = _read_pointer(self.hub)
+        digest = None if pointer is None else pointer["sha256"]
+        if digest not in self._ours:
+            return False
+        if digest is None or digest != self.outer.digest:
             self._publish()
         following = self._round(*self._survey())
         if following is not None:
@@ -2632,6 +2651,7 @@ class _Master:
                     self._spare = self.outer
                 self.outer = following
             self._publish()
+        return True
 
     def _publish(self) -> None:
         """The version, then the pointer. Applied deltas are deleted when that is seen there."""
@@ -2711,13 +2731,11 @@ class _Master:
         name = f"nodes/{node}/{_delta_file(number)}"
         if name in self._refused:
             return None
-        size = self.hub.size(name)
-        data = _read_delta(self.hub, node, number, self.layout)
         try:
-            upload = _Upload.from_bytes(data, node, number, self.layout)
+            upload = _read_delta(self.hub, node, number, self.layout)
             self.layout.check_buffers(upload.delta, self.outer)
-        except ValueError as error:
-            if self._sizes.pop(name, None) != size:  # it may be cut, and still grow
+        except _Refused as error:
+            if self._sizes.get(name) != (size := self.hub.size(name)):  # it may still grow
                 self._sizes[name] = size
                 return _LATER
             log.warning("%s is refused: %s", name, error)
@@ -2734,10 +2752,6 @@ class _Master:
             self.hub.delete(name)
         except Exception as error:
             log.debug("%s was not deleted: %r", name, error)
-
-
-class _Deposed(Exception):
-    """Another master has published a version."""
 
 
 @dataclasses.dataclass
@@ -2802,21 +2816,9 @@ class _Upload:
         header["base_outer_step"] = self.base_outer_step
         return _to_bytes({**header, "delta": self.delta})
 
-    @staticmethod
-    def from_bytes(data: bytes | None, node: str, number: int, layout: _Layout) -> _Upload:
-        """ValueError when it is not this delta of this node and model. No code in it is run."""
-        if data is None:
-            raise ValueError(f"more than {layout.limit} bytes")
-        try:
-            payload = _unpacked(data, f"delta {number} of {node}")
-            header = _item(payload, "node_id"), _item(payload, "generation")
-            if not (header[0] == node and header[1] == number):
-                raise ValueError(f"its header says {header!r:.200}")
-            upload = _Upload.from_state({**payload, "baseline_generation": number}, layout)
-        except Exception as error:  # damaged or hostile bytes make torch raise almost anything
-            raise ValueError(f"{error!r:.500}") from error
-        upload.size = len(data)
-        return upload
+
+class _Refused(ValueError):
+    """What is on the Hub is no delta of this node and model."""
 
 
 @dataclasses.dataclass
@@ -2877,11 +2879,11 @@ class _Layout:
             raise ValueError("; ".join(problems[:20]))
 
     def check_buffers(self, delta: dict[str, torch.Tensor], outer: _Global) -> None:
-        """ValueError when a value is not finite where that of the shared model is."""
+        """Refused when a value is not finite where that of the shared model is."""
         for name in self.buffers:
             value = delta[name]
             if not _is_finite(value) and (value.isfinite() < outer.model[name].isfinite()).any():
-                raise ValueError(f"{name}: not finite")
+                raise _Refused(f"{name}: not finite")
 
 
 def _add(total: dict, delta: dict[str, torch.Tensor], outer: _Global, layout: _Layout) -> None:
@@ -3024,10 +3026,22 @@ def _read_global(hub: Any, pointer: dict, layout: _Layout) -> _Global:
     return shared
 
 
-def _read_delta(hub: Any, node: str, number: int, layout: _Layout) -> bytes | None:
-    """None when it is larger than one can be."""
+def _read_delta(hub: Any, node: str, number: int, layout: _Layout) -> _Upload:
     name = f"nodes/{node}/{_delta_file(number)}"
-    return hub.read(name) if hub.size(name) <= layout.limit else None
+    size = hub.size(name)
+    if size > layout.limit:
+        raise _Refused(f"it has {size} bytes, at most {layout.limit} are expected")
+    data = hub.read(name)
+    try:
+        payload = _unpacked(data, name)
+        header = _item(payload, "node_id"), _item(payload, "generation")
+        if not (header[0] == node and header[1] == number):
+            raise ValueError(f"its header says {header!r:.200}")
+        upload = _Upload.from_state({**payload, "baseline_generation": number}, layout)
+    except Exception as error:  # damaged or hostile bytes make torch raise almost anything
+        raise _Refused(f"{error!r:.500}") from error
+    upload.size = len(data)
+    return upload
 
 
 def _to_bytes(payload: dict) -> bytes:

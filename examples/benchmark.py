@@ -503,13 +503,79 @@ OTHER_RESUMES = {
 }
 OTHER_LOOPS = {"Accelerate": accelerate_loop, "Lightning": lightning_loop}
 BUSY = {name: busy(stall) for name, stall in STALLS.items()}
+
+
 # name: what, limit, what we promise, contenders
+# --------------------------------------------------------------------------------------------------
+# DumbDiLoCo: what it computes, on the model alone
+# --------------------------------------------------------------------------------------------------
+def copying_model(args):
+    sources = arrays(
+        {"model": Model(args.gb, args.tensors).state_dict(), "optimizer": {"state": {}}}
+    )
+    targets = [np.ones_like(source) for source in sources]
+    while True:
+        yield lambda: [np.copyto(a, b) for a, b in zip(targets, sources, strict=True)]
+
+
+def joined(args):
+    """A node on top of the shared model, and that."""
+    model = Model(args.gb, args.tensors)
+    work = ckpt.DumbDiLoCo(model, args.directory / "hub", node_id="a")._work
+    return work, work.found({name: p.detach() for name, p in model.named_parameters()})
+
+
+def ours_boundary(args):
+    """What the training thread does."""
+    work, _ = joined(args)
+    while True:
+        yield lambda: work.capture(1)
+        work.finish()
+
+
+def ours_outer(args):
+    """The delta of one node, its sum with that of another, and the outer step of the master."""
+    (work, shared), spare = joined(args), None
+
+    def step():
+        work.finish()
+        total = {name: tensor.detach() for name, tensor in other.items()}
+        ckpt._add(total, work.upload.delta, shared, work.layout)
+        return ckpt._outer_step(shared, total, 2, 0.7, 0.5, work.layout, spare)
+
+    for number in itertools.count():
+        work.capture(1)
+        other = {name: torch.full(shape, 1e-4) for name, shape in work.layout.parameters.items()}
+        done = []
+        if number < 3:  # from the fourth version on it is memory of its own, used before
+            done.append(step())
+        else:
+            yield lambda done=done: done.append(step())
+        shared, spare = done[0], None if shared.lent else shared
+
+
 ROWS = {
     "save": ("durable save", "raw write + fsync", raw_write, 0.6, ours_save, OTHER_SAVES),
     "stall": ("background save: stall", "copying", copying, 0.85, ours_stall, STALLS),
     "busy": ("training meanwhile", "no save", undisturbed, 0.92, busy(ours_stall), BUSY),
     "resume": ("resume", "reading the file", reading, 1.0, ours_resume, OTHER_RESUMES),
     "verify": ("verify", "zlib.crc32", checksums, 0.8, ours_verify, {"testzip": testzip}),
+    "boundary": (
+        "DumbDiLoCo: boundary",
+        "copying the model",
+        copying_model,
+        0.85,
+        ours_boundary,
+        {},
+    ),
+    "outer": (
+        "delta, sum and outer step",
+        "copying the model",
+        copying_model,
+        1 / 6,
+        ours_outer,
+        {},
+    ),
     "loop": ("trainer loop, 1 ms a step", "by hand", hand_loop, 0.97, ours_loop, OTHER_LOOPS),
     "small-save": ("20,000 tensors: save", "torch.save + fsync", torch_save, None, ours_save, {}),
     "small-stall": (

@@ -1148,7 +1148,8 @@ class Trainer:
     puts the whole model into train mode, and again after an ``on_step`` that left it in another.
     ``config`` (dict, dataclass, namespace) is stored without its secrets.
     ``on_step(trainer, loss)`` runs after each step, before the save; ``loss`` is a detached scalar
-    on its device. ``extra_state``: {name: object with state_dict and load_state_dict} to save too.
+    on its device. ``coordinator``: what keeps several machines together, as a ``DumbDiLoCo``.
+    ``extra_state``: {name: object with state_dict and load_state_dict} to save too.
     ``exact_resume``: go on with the next batch, not at the loader's beginning. ``save_final``: save
     at the end of ``fit`` too. ``save_on_signal``: signals upon which the step is finished and
     saved and ``fit`` returns; a DataLoader's workers outlive them too (not a forkserver's).
@@ -2274,8 +2275,6 @@ class DumbDiLoCo:
                 if changed:
                     work.install(shared, whole=work.baseline is None)
         if shared is None:
-            if master is None:
-                log.warning("%s trains alone until a master has published a model", self.node_id)
             return False
         waits = self.blocking and work.upload is not None
         return (self._wait_for_round() if waits else False) or changed
@@ -2519,9 +2518,14 @@ class _Exchange:
 
     def _offer(self, shared: _Global) -> None:
         with self.node._lock:
-            self.fetched = shared
+            self.fetched = self._note(shared)
+
+    def _note(self, shared: _Global) -> _Global:
         self._newest = shared.step
         self._recorded = shared.applied.get(self.node.node_id, 0)
+        if self.master is None:
+            shared.momentum = None  # of no use here
+        return shared
 
     def _take_look(self) -> None:
         """The shared model, and what of this node's deltas is on the Hub or in that."""
@@ -2531,14 +2535,15 @@ class _Exchange:
         newest = max(_deltas_in(self.hub.list(self.folder)), default=0)
         pointer, shared, upload = _read_pointer(self.hub), None, None
         if pointer is not None:
-            shared = _read_global(self.hub, pointer, self.layout)
-            self._newest = shared.step
-            self._recorded = shared.applied.get(self.node.node_id, 0)
+            shared = self._note(_read_global(self.hub, pointer, self.layout))
         if newest > self._recorded:
             try:
                 upload = _read_delta(self.hub, self.node.node_id, newest, self.layout)
             except _Refused as error:  # by the master too
                 log.warning("delta %d of %s is of no use: %s", newest, self.node.node_id, error)
+        if pointer is None and self.master is None:
+            what = "waits" if self.node.blocking else "trains alone"
+            log.warning("%s %s until a master has published a model", self.node.node_id, what)
         self.look = _Look(shared, shared is None, newest, upload)
 
     def _send(self) -> None:

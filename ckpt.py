@@ -402,12 +402,10 @@ def model_state_dict(model: torch.nn.Module) -> dict:
 
     The tensors are the model's own, not copies; tied ones keep all their names and share storage.
     """
-    state = model.state_dict()
-    bare = OrderedDict((_bare_name(model, name), value) for name, value in state.items())
+    state, bare_name = model.state_dict(), _bare_names(model)
+    bare = OrderedDict((bare_name(name), value) for name, value in state.items())
     if hasattr(state, "_metadata"):  # module versions, which load_state_dict may ask for
-        bare._metadata = OrderedDict(
-            (_bare_name(model, name), value) for name, value in state._metadata.items()
-        )
+        bare._metadata = OrderedDict((bare_name(n), v) for n, v in state._metadata.items())
     return bare
 
 
@@ -427,6 +425,11 @@ def load_model_state_dict(model: torch.nn.Module, state: Mapping) -> None:
         model.load_state_dict(fitted)
     except Exception as error:  # from a module's own code
         raise CheckpointError(f"the model refused its state: {error!r}") from error
+
+
+def _bare_names(model: torch.nn.Module) -> Callable[[str], str]:
+    wrapped = any(map(_wrapped_child, model.modules()))
+    return functools.partial(_bare_name, model) if wrapped else str
 
 
 def _bare_name(model: torch.nn.Module, name: str) -> str:
@@ -454,7 +457,8 @@ def _wrapped_child(module: Any) -> str | None:
 def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
     """``state`` under the names that ``model.load_state_dict`` expects, and all that differs."""
     own = model.state_dict()
-    live = {_bare_name(model, name): name for name in own}
+    bare_name = _bare_names(model)
+    live = {bare_name(name): name for name in own}
     saved = dict(zip(_saved_names(state, live), state.values(), strict=True))
     problems = [f"missing: {name}" for name in sorted(live.keys() - saved.keys())]
     problems += [f"unexpected: {name}" for name in sorted(saved.keys() - live.keys())]
@@ -482,7 +486,7 @@ def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
             problems.append(f"{name}: saved as {theirs.layout}, {theirs.dtype} on {theirs.device}")
     fitted = OrderedDict((live.get(name, name), value) for name, value in saved.items())
     if hasattr(state, "_metadata"):
-        inner = {_bare_name(model, name): name for name in getattr(own, "_metadata", {})}
+        inner = {bare_name(name): name for name in getattr(own, "_metadata", {})}
         fitted._metadata = OrderedDict((inner.get(n, n), v) for n, v in state._metadata.items())
     return fitted, problems
 
@@ -2947,11 +2951,11 @@ def _copies(tensors: dict, spare: dict | None) -> dict:
 
 def _tensors(model: torch.nn.Module) -> tuple[dict, dict]:
     """What travels, live: floating parameters, tied ones once, and what else the state holds."""
-    named = model.named_parameters(remove_duplicate=False)
-    every = {_bare_name(model, name): p for name, p in named}
-    once = {_bare_name(model, name) for name, _ in model.named_parameters()}
-    floating = {name for name, p in every.items() if p.is_floating_point()}
-    parameters = {name: every[name].detach() for name in every if name in floating & once}
+    every = model.named_parameters(remove_duplicate=False)
+    bare_name = _bare_names(model)
+    floating = {bare_name(name): p.detach() for name, p in every if p.is_floating_point()}
+    once = {bare_name(name) for name, _ in model.named_parameters()}
+    parameters = {name: p for name, p in floating.items() if name in once}
     state = model_state_dict(model).items()
     others = {n: t for n, t in state if n not in floating and isinstance(t, torch.Tensor)}
     return parameters, others

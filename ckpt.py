@@ -2103,7 +2103,7 @@ class DumbDiLoCo:
     def start(self) -> None:
         """Begin to exchange with the Hub, and install its shared model if there is one.
 
-        Waits for a first look, 30 seconds at most; a blocking worker until there is a shared model.
+        Waits for a first try of that, 30 seconds at most; a blocking node for the shared model.
         A master on an empty Hub makes the weights that it has now version 0. CheckpointError when
         the model there is another one. RuntimeError when it runs already.
         """
@@ -2235,7 +2235,7 @@ class DumbDiLoCo:
         """A master on an empty Hub: the weights at the start become the first shared model."""
         with self._lock:
             leads = self._exchange.master is not None and self._exchange.outer is None
-            if leads and self._settled is not None and self._kept is not None:
+            if leads and self._kept is not None:
                 self._exchange.outer = self._work.found(self._kept)
 
     def _wait(self, until: Callable[[], Any], what: str, seconds: float = math.inf) -> bool:
@@ -2504,17 +2504,29 @@ class _Exchange:
             alive = json.dumps({"counter": self.node._ticks}).encode()
             self.hub.write(f"{self.folder}/{_ALIVE}", alive)
         self._send()
-        begun = self.node._training or time.monotonic() > self.opens
-        if not worker and begun and self.node._settled is not None:
+        if not worker and self._may_lead():
+            self._lead()
+
+    def _may_lead(self) -> bool:
+        """Whether it is known what to go on from; a state may be loaded right after start()."""
+        with self.node._lock:
+            if not self.node._training and time.monotonic() < self.opens:
+                return False
+            if self.node._settled is None:
+                if self.node._training:
+                    return False  # its next step settles that
+                self.master.start_from(self.look.shared)
             self.node._found()
-            if self.outer is not None:
-                self._lead()
+            return self.outer is not None
 
     def _lead(self) -> None:
-        if not self.master.aggregate():
+        if not self.master.is_published():
             log.error("%s leads no more: another master has published", self.node.node_id)
             self.master = None
-        elif self._wants(self.outer.step):
+            return
+        if self._wants(self.outer.step):
+            self._offer(self.outer)
+        if self.master.aggregate():
             self._offer(self.outer)
 
     def _wants(self, step: int) -> bool:
@@ -2588,7 +2600,7 @@ class _Exchange:
             permanent = isinstance(self.error, (PermissionError, CheckpointError))
             backoff = min(seconds, 2 ** min(failures, 10) / 2)
             seconds = self._random.uniform(0.5, 1.5) * (max(seconds, 600) if permanent else backoff)
-        elif self.master is not None and not self.node._training:
+        elif self.master is not None and time.monotonic() < self.opens:
             seconds = min(seconds, _GRACE)
         deadline = time.monotonic() + seconds
         while not self._ending and (left := deadline - time.monotonic()) > 0:
@@ -2642,24 +2654,30 @@ class _Master:
                 self.outer = shared
         return self.outer
 
-    def aggregate(self) -> bool:
-        """Publish what is not on the Hub yet, and another version if a round is complete.
-
-        False, and nothing is done, when another master has published one.
-        """
+    def is_published(self) -> bool:
+        """See to it that our version is on the Hub. False when another master's is there."""
         pointer = _read_pointer(self.hub)
         digest = None if pointer is None else pointer["sha256"]
         if digest not in self._ours:
             return False
         if digest is None or digest != self.outer.digest:
             self._publish()
+        return True
+
+    def aggregate(self) -> bool:
+        """Make and publish another version, if a round is complete.
+
+        It goes where the one before the last was, which nobody reads any more once the last has
+        been offered to the node.
+        """
         following = self._round(*self._survey())
-        if following is not None:
-            with self._lock:  # which the training thread holds while it reads what is spare then
-                if following.model is not self.outer.model:
-                    self._spare = self.outer
-                self.outer = following
-            self._publish()
+        if following is None:
+            return False
+        with self._lock:
+            if following.model is not self.outer.model:
+                self._spare = self.outer
+            self.outer = following
+        self._publish()
         return True
 
     def _publish(self) -> None:

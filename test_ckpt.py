@@ -6309,6 +6309,70 @@ def test_a_hub_that_fails_now_and_then_changes_nothing(tmp_path, period):
     node.stop()
 
 
+def test_a_master_that_only_serves_may_find_the_hub_late(tmp_path):
+    hub = Unreliable(tmp_path, unreachable)
+    options = {"inner_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+    master = node_of(hub, **options)
+    master.start()
+    hub.fail = lambda number: None
+    worker = node_of(tmp_path, "b", values=[5.0], blocking=True, **options)
+    worker.start()
+    assert move(worker, 0.5) is True
+    assert worker.model.w.item() == 0.5
+    assert master.model.w.item() == 1.0  # the thread does not touch the model
+    move(master)  # and it may yet train
+    assert move(master, 0.25) is False
+    wait_until(lambda: global_on(Hub(tmp_path))["applied"].get("a"))
+    master.stop()
+    hub.fail = unreachable  # the same once more, with what is there
+    master.start()
+    hub.fail = lambda number: None
+    assert move(worker, 0.125) is True
+    master.stop()
+    worker.stop()
+    assert global_on(Hub(tmp_path))["applied"]["b"] == 2
+
+
+def test_a_version_waiting_to_be_installed_is_not_written_over(tmp_path, by_hand):
+    """The outer step reuses memory, also when a version could not be published in time."""
+    hub, failing = Hub(tmp_path), set()
+
+    def write(name, data):
+        if name.endswith("latest.json") and json.loads(data)["outer_step"] in failing:
+            raise OSError("not now")
+        Hub.write(hub, name, data)
+
+    hub.write = write
+    options = {"poll_interval": 1e-5, "outer_lr": 1.0, "outer_momentum": 0.0}
+    master, *others = (
+        node_of(hub, name, inner_steps=1 if name > "a" else 99, **options) for name in "abc"
+    )
+    master.start()
+    move(master)
+    exchange(master)
+    for node in others:
+        node.start()
+        move(node)
+        exchange(node)
+    exchange(master, *others)
+    for number in range(4):
+        move(others[number % 2], 3.0)
+        exchange(others[number % 2], master, *others)
+    failing.add(master._exchange.outer.step + 1)
+    for node in others:  # a version that cannot be published; then it can, but not the next one
+        move(node)
+        move(node, 6.0)
+        exchange(node)
+        with pytest.raises(OSError, match="not now"):
+            exchange(master)
+        failing.add(master._exchange.outer.step + 1)
+        failing.discard(master._exchange.outer.step)
+    waiting = master._exchange.fetched
+    file = tmp_path / "global" / f"step_{waiting.step:012}.pt"
+    same(waiting.model, dict(torch.load(file)["model"]))
+    assert waiting.step == master._exchange.outer.step - 1
+
+
 def test_a_permanent_error_is_said_once_and_not_hammered(tmp_path, warned):
     def forbidden(number):
         raise PermissionError("not yours")
@@ -6516,6 +6580,11 @@ class Chaos:
             data = Hub(self.hub.url).read(f"nodes/{path}")
             delta = torch.load(io.BytesIO(data))["delta"]["w"]
             same(self.uploaded.setdefault(path, delta), delta, path)  # a name for ever
+        shared = self.nodes["a"]._exchange.fetched
+        if shared is not None and shared.digest is not None:  # nothing else was written there
+            file = Path(self.hub.url) / "global" / f"step_{shared.step:012}.pt"
+            if file.exists():
+                same(shared.state_dict()["model"], torch.load(file)["model"])
 
     def save(self, name):
         node = self.nodes[name]

@@ -5529,6 +5529,124 @@ def test_work_that_the_hub_knows_is_not_counted_again(tmp_path, by_hand):
         exchange(again, master)
 
 
+def team_of_two(hub, **options):
+    """A master that takes no part, at version 0, and a node of it. Both count for the mean."""
+    options = {"outer_lr": 1.0, "outer_momentum": 0.0, **options}
+    master, node = node_of(hub, **{**options, "inner_steps": 99}), node_of(hub, "b", **options)
+    master.start()
+    move(master)
+    exchange(master)
+    node.start()
+    return master, node
+
+
+def saved(node):
+    return roundtrip({"model": node.model.state_dict(), "node": node.state_dict()})
+
+
+def resumed(node, state):
+    ckpt.load_model_state_dict(node.model, state["model"])
+    node.start()
+    node.load_state_dict(state["node"])
+    return node
+
+
+def test_back_before_a_delta_that_is_on_its_way(tmp_path, by_hand):
+    """The work after the checkpoint is in that delta; the shared model is still the same."""
+    master, node = team_of_two(tmp_path, inner_steps=2)
+    move(node, 0.5)
+    state = saved(node)
+    move(node, 0.25)
+    exchange(node)
+    node = resumed(node_of(tmp_path, "b", inner_steps=2), state)
+    assert node.model.w.item() == 1 - 0.75
+    assert node.state_dict()["baseline_generation"] == 1
+    assert node.state_dict()["baseline"]["w"].item() == 1 - 0.75
+    same(node.state_dict()["pending_upload"]["delta"], {"w": torch.tensor([0.75])})
+    exchange(node, master, master, node)
+    move(node)
+    assert node.model.w.item() == 1 - 0.375
+
+
+def test_back_before_a_delta_that_is_applied_and_gone(tmp_path, by_hand):
+    master, node = team_of_two(tmp_path, inner_steps=2)
+    move(node, 0.5)
+    state = saved(node)
+    move(node, 0.25)
+    exchange(node, master, master)
+    assert deltas_on(node.hub) == []
+    node = resumed(node_of(tmp_path, "b", inner_steps=2), state)
+    assert node.model.w.item() == 1 - 0.375
+    move(node)
+    assert torch.equal(node.state_dict()["pending_upload"]["delta"]["w"], torch.zeros(1))
+    assert node.state_dict()["baseline_generation"] == 2
+
+
+def test_two_branches_with_one_number(tmp_path, by_hand):
+    """A run without the checkpoint has used the number; then the checkpoint comes back."""
+    master, node = team_of_two(tmp_path)
+    move(node, 0.5)
+    state = saved(node)  # its delta 1 was never uploaded
+    fresh = node_of(tmp_path, "b")
+    fresh.start()
+    move(fresh, 0.125)
+    exchange(fresh)
+    node = resumed(node_of(tmp_path, "b"), state)
+    assert node.model.w.item() == 1 - 0.125
+    exchange(node, master)
+    assert global_on(master.hub)["model"]["w"].item() == 1 - 0.125 / 2  # not written over
+
+
+def test_a_number_that_somebody_else_has_used_up(tmp_path, by_hand, warned):
+    master, node = team_of_two(tmp_path)
+    master.hub.write(f"nodes/b/delta_{9:012}.pt", b"garbage")
+    exchange(master, master, master, node)
+    assert global_on(master.hub)["applied"] == {"b": 9}
+    move(node, 0.5)
+    assert node.state_dict()["baseline_generation"] == 10
+    exchange(node, master)
+    assert global_on(master.hub)["applied"] == {"b": 10}
+    assert global_on(master.hub)["model"]["w"].item() == 0.75
+
+
+def test_a_blocking_node_that_resumes_waits_for_its_round_first(tmp_path, by_hand):
+    master, node = team_of_two(tmp_path, quorum=1)
+    node.blocking, node.should_stop = True, lambda: True
+    move(node, 0.5)
+    state = saved(node)
+    again = node_of(tmp_path, "b", blocking=True)
+    ckpt.load_model_state_dict(again.model, state["model"])
+    again.start()
+    thread = threading.Thread(target=again.load_state_dict, args=(state["node"],))
+    thread.start()
+    time.sleep(0.2)
+    assert thread.is_alive()
+    exchange(again, master, again)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert again.model.w.item() == 0.75
+    assert again.outer_step == 1
+    assert again.state_dict()["pending_upload"] is None
+
+
+def test_a_worker_that_becomes_the_master_of_an_empty_hub(tmp_path, by_hand):
+    """Hub and master are lost; its version is newer than what other nodes have."""
+    master, node = team_of_two(tmp_path / "lost")
+    for _ in range(3):
+        move(node, 0.5)
+        exchange(node, master, node)
+    move(node, 0.25)
+    state = saved(node)
+    new = resumed(node_of(tmp_path / "new", "b", role="master", inner_steps=99), state)
+    move(new, 0.125)
+    exchange(new)
+    shared = global_on(new.hub)
+    assert shared["outer_step"] == state["node"]["last_global_step"] + 1 == 4
+    assert shared["model"]["w"].item() == state["model"]["w"].item()
+    assert shared["applied"] == {"b": 4}
+    assert new.model.w.item() == state["model"]["w"].item() - 0.125
+
+
 def test_the_trainer_resumes_a_node_to_the_bit(tmp_path):
     """One node alone, blocking, so that nothing depends on time; stopped inside a round."""
 
@@ -5748,6 +5866,44 @@ def test_a_stuck_node_is_not_alive(tmp_path):
     node.after_optimizer_step(node.model, 1)
     wait_until(lambda: hub.read("nodes/a/alive.json") != seen)
     node.stop()
+
+
+def test_a_node_that_waits_is_alive(tmp_path):
+    node = node_of(tmp_path, blocking=True, quorum=2)
+    node.start()
+    done = []
+    node.should_stop = lambda: bool(done)
+    thread = threading.Thread(target=node.after_optimizer_step, args=(node.model, 1))
+    thread.start()
+    wait_until(lambda: deltas_on(node.hub))
+    seen = node.hub.read("nodes/a/alive.json")
+    wait_until(lambda: node.hub.read("nodes/a/alive.json") != seen)
+    done.append(True)
+    thread.join()
+    node.stop()
+
+
+def test_signs_of_life_come_at_least_four_times_in_node_timeout(tmp_path):
+    assert node_of(tmp_path, poll_interval=100.0, node_timeout=20.0).poll_interval == 5
+    assert node_of(tmp_path, poll_interval=1.0, node_timeout=20.0).poll_interval == 1
+
+
+def test_the_first_step_does_not_wait_for_the_next_look(tmp_path):
+    node = node_of(tmp_path, poll_interval=100.0, inner_steps=9)
+    node.start()
+    time.sleep(0.1)
+    move(node)
+    wait_until(lambda: "alive.json" in node.hub.list("nodes/a"), 10)
+    assert global_on(node.hub)["outer_step"] == 0
+    node.stop()
+
+
+def test_what_a_node_needed_at_its_start_is_not_kept(tmp_path, by_hand):
+    _, node = team_of_two(tmp_path)
+    weights = [weakref.ref(node._exchange.look.shared.model["w"]), weakref.ref(node._kept["w"])]
+    move(node)
+    gc.collect()
+    assert [reference() for reference in weights] == [None, None]
 
 
 def test_the_mean_is_of_live_nodes_and_not_of_those_that_arrived(tmp_path, by_hand):
@@ -6191,9 +6347,53 @@ def test_temporary_files_of_a_killed_process_are_swept(tmp_path, by_hand):
     for folder in (mine, others, shared):
         folder.mkdir(parents=True)
         (folder / ".delta_000000000001.pt.tmp-123").touch()
+    node_of(tmp_path, "c").start()
+    assert len(list(tmp_path.rglob(".*"))) == 3
     node_of(tmp_path).start()
     left = [path.parent.name for path in tmp_path.rglob(".*")]
     assert left == ["b"]
+
+
+def test_a_delta_is_uploaded_once(tmp_path, by_hand):
+    master, node = team_of_two(tmp_path)
+    written = []
+
+    def write(name, data):
+        written.append(name)
+        Hub.write(node.hub, name, data)
+
+    node.hub.write = write
+    move(node, 0.5)
+    exchange(node, node, node, master, node, master, node, node)
+    assert [name for name in written if "delta" in name] == [f"nodes/b/delta_{1:012}.pt"]
+    assert deltas_on(node.hub) == []
+
+
+def test_a_delta_that_somebody_deleted_is_uploaded_again(tmp_path, by_hand):
+    master, node = team_of_two(tmp_path)
+    move(node, 0.5)
+    exchange(node)
+    node.hub.delete(f"nodes/b/delta_{1:012}.pt")
+    exchange(node, master)
+    assert global_on(node.hub)["model"]["w"].item() == 0.75
+
+
+def test_a_master_whose_first_look_fails_does_not_take_itself_for_another(tmp_path, by_hand):
+    master, node = team_of_two(tmp_path)
+    state = saved(master)
+    hub = Unreliable(tmp_path, unreachable)
+    again = node_of(hub, poll_interval=1e-5, outer_lr=1.0, outer_momentum=0.0, inner_steps=99)
+    ckpt.load_model_state_dict(again.model, state["model"])
+    again.start()
+    again.load_state_dict(state["node"])
+    move(again)
+    hub.fail = lambda number: None
+    exchange(again)
+    move(node, 0.5)
+    exchange(node, again)
+    move(again)
+    exchange(again)
+    assert global_on(hub)["model"]["w"].item() == 0.75
 
 
 class Unreliable(Hub):

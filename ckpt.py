@@ -2036,9 +2036,11 @@ class DumbDiLoCo:
 
     In a loop of your own: :meth:`start` once the model is where it trains, load_state_dict if a
     checkpoint was loaded, :meth:`after_optimizer_step` in each step, :meth:`stop` at the end, and
-    :meth:`state_dict` in the checkpoint. Parameters travel as fp32 under bare names. Float buffers
-    are averaged, of others the largest values travel. Bad arguments are a ValueError or TypeError.
-    Failures of the Hub are logged and tried again. For one thread, which trains the model.
+    :meth:`state_dict` in the checkpoint. ``node.should_stop = function`` makes every wait end once
+    that returns True (a trainer sets it). Blocking, the master has to be the last to leave.
+    Parameters travel as fp32 under bare names. Float buffers are averaged, of others the largest
+    values travel. Bad arguments are a ValueError or TypeError. Failures of the Hub are logged and
+    tried again. For one thread, which trains the model.
     """
 
     def __init__(
@@ -2071,6 +2073,7 @@ class DumbDiLoCo:
             quorum = 0 if blocking else 1  # 0: all that live
         else:
             _check_int("quorum", quorum, 1)
+        _check_type("blocking", blocking, bool)
         _check_number("outer_lr", outer_lr, above=0)
         _check_number("outer_momentum", outer_momentum, least=0, below=1)
         _check_number("poll_interval", poll_interval, above=0)
@@ -2103,9 +2106,10 @@ class DumbDiLoCo:
     def start(self) -> None:
         """Begin to exchange with the Hub, and install its shared model if there is one.
 
-        Waits for a first try of that, 30 seconds at most; a blocking node for the shared model.
-        A master on an empty Hub makes the weights that it has now version 0. CheckpointError when
-        the model there is another one. RuntimeError when it runs already.
+        Waits for a first try of that, 30 seconds at most; a blocking node for the shared model, and
+        for the round of its own delta if one is on its way. A master on an empty Hub makes the
+        weights that it has now version 0, and publishes it with its first step, or a second later.
+        CheckpointError when the model there is another one. RuntimeError when it runs already.
         """
         if self._exchange.running:
             raise RuntimeError(f"{self.node_id} was started already")
@@ -2125,7 +2129,7 @@ class DumbDiLoCo:
         except BaseException:
             self.stop()
             raise
-        self._exchange.opens = time.monotonic() + _GRACE
+        self._exchange.opens = min(self._exchange.opens, time.monotonic() + _GRACE)
 
     def after_optimizer_step(self, model: torch.nn.Module, step: int) -> bool:
         """Call it after each optimizer step. True: the weights of the model were changed.
@@ -2150,10 +2154,11 @@ class DumbDiLoCo:
         return changed
 
     def stop(self) -> None:
-        """End the exchange after a last one, which uploads what has been captured if it can.
+        """End the exchange after a last one, which uploads the delta in flight if it can.
 
-        Waits a minute at most, five seconds if ``should_stop()``. What could not be uploaded is in
-        :meth:`state_dict`, and uploaded after a resume. The node may be started again.
+        Waits a minute at most, five seconds if ``should_stop()``. What could not be uploaded, and
+        what was done since that delta was captured, is in :meth:`state_dict` and the model and goes
+        on from there after a resume. The node may be started again.
         """
         self._exchange.end(5 if self.should_stop() else 60)
 
@@ -2240,14 +2245,16 @@ class DumbDiLoCo:
 
     def _wait(self, until: Callable[[], Any], what: str, seconds: float = math.inf) -> bool:
         """Whether it has come true, before a stop was asked for or the time ran out."""
-        began = said = time.monotonic()
+        began = time.monotonic()
+        due = began + (self.node_timeout if self._training else min(2, self.node_timeout))
         while not until():
             now = time.monotonic()
             if self.should_stop() or now - began > seconds:
                 return False
-            if now - said > self.node_timeout:
-                said, names = now, ", ".join(self._exchange.waits_for) or "the master"
-                log.warning("%s waits for %s (%s)", self.node_id, what, names)
+            if now > due:
+                due, master = now + self.node_timeout, self._exchange.master
+                whom = "the master" if master is None else master.waits_for
+                log.warning("%s waits for %s (%s)", self.node_id, what, whom)
             self._ticks += 1  # a node that waits is alive
             time.sleep(0.02)
         return True
@@ -2260,11 +2267,17 @@ class DumbDiLoCo:
         if self.blocking or self._exchange.fetched is None:
             return False
         with self._lock:  # till it is installed: its memory is used again
-            shared, self._exchange.fetched = self._exchange.fetched, None
+            shared = self._take_fetched()
             if work.baseline is not None and not work.damaged and shared.step <= work.version:
                 return False
             work.install(shared, whole=work.damaged or work.baseline is None)
         return True
+
+    def _take_fetched(self) -> _Global:
+        shared, self._exchange.fetched = self._exchange.fetched, None
+        if not self._training:  # a state that is loaded yet is related to this
+            shared.lent, self._settled.shared = True, shared
+        return shared
 
     def _settle(self, look: _Look) -> bool:
         """Relate the state that this node starts from to the first that it sees of the Hub."""
@@ -2302,6 +2315,7 @@ class DumbDiLoCo:
         with self._lock:
             self._work.finish()
         exchange, number = self._exchange, self._work.generation
+        exchange.opens = min(exchange.opens, time.monotonic())  # a master waits for itself
 
         def published() -> bool:
             found = exchange.fetched
@@ -2310,8 +2324,7 @@ class DumbDiLoCo:
         if not self._wait(published, f"the round of its delta {number}"):
             return False
         with self._lock:
-            shared, exchange.fetched = exchange.fetched, None
-            self._work.install(shared, whole=True)
+            self._work.install(self._take_fetched(), whole=True)
         return True
 
 
@@ -2450,6 +2463,7 @@ class _Exchange:
         self.wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._ending = False
+        self._alive: list[bytes] = []  # what was written last
         self._newest, self._recorded = -1, 0  # the newest version, and our last delta in it
         self._random = random.Random()  # for waiting times; the global one is not ours
 
@@ -2465,10 +2479,6 @@ class _Exchange:
     def outer(self, outer: _Global | None) -> None:
         if self.master is not None:
             self.master.outer = outer
-
-    @property
-    def waits_for(self) -> list[str]:
-        return [] if self.master is None else self.master.waits_for
 
     def begin(self) -> None:
         name = f"ckpt-{self.node.node_id}"
@@ -2494,18 +2504,26 @@ class _Exchange:
 
         This is the whole protocol. What fails is raised, and done again by the next exchange.
         """
-        pointer = _read_pointer(self.hub)
         worker = self.master is None
+        pointer = _read_pointer(self.hub) if worker or self.look is None else None
         if self.look is None or (self.look.empty and pointer is not None and worker):
             self._take_look()
         elif pointer is not None and worker and self._wants(pointer["outer_step"]):
             self._offer(_read_global(self.hub, pointer, self.layout))
         if self.node._training:
-            alive = json.dumps({"counter": self.node._ticks}).encode()
-            self.hub.write(f"{self.folder}/{_ALIVE}", alive)
+            self._say_alive()
         self._send()
         if not worker and self._may_lead():
             self._lead()
+
+    def _say_alive(self) -> None:
+        name, data = f"{self.folder}/{_ALIVE}", json.dumps({"counter": self.node._ticks}).encode()
+        with contextlib.suppress(FileNotFoundError):
+            if self._alive and self.hub.read(name, 100) not in self._alive:
+                message = "another process is %s too: work of both is lost, give each its own name"
+                log.error(message, self.node.node_id)
+        self._alive = [*self._alive[-1:], data]  # the last one may not have been written
+        self.hub.write(name, data)
 
     def _may_lead(self) -> bool:
         """Whether it is known what to go on from; a state may be loaded right after start()."""
@@ -2640,9 +2658,10 @@ class _Master:
         self.lr, self.momentum, self.quorum = node.outer_lr, node.outer_momentum, node.quorum
         self.outer: _Global | None = None
         self._spare: _Global | None = None  # the one before: memory for the next (fresh is slow)
-        self.waits_for: list[str] = []  # the nodes whose deltas the round lacks
+        self.waits_for = "nobody"  # the nodes whose deltas the round lacks
         self._ours: set[str | None] = {None}  # digests of what may be on the Hub
-        self._seen: dict[str, tuple[bytes, float]] = {}  # each node's counter, when it last moved
+        self._seen: dict[str, tuple[Any, float]] = {}  # each node's counter, when it last moved
+        self._troubles: dict[str, str] = {}  # what could not be read, and why
         self._sizes: dict[str, int] = {}  # of deltas that looked cut
         self._refused: set[str] = set()
 
@@ -2656,7 +2675,11 @@ class _Master:
 
     def is_published(self) -> bool:
         """See to it that our version is on the Hub. False when another master's is there."""
-        pointer = _read_pointer(self.hub)
+        try:
+            pointer = _read_pointer(self.hub)
+        except ValueError as error:
+            log.warning("global/%s is damaged, and is written again: %s", _POINTER, error)
+            pointer = None
         digest = None if pointer is None else pointer["sha256"]
         if digest not in self._ours:
             return False
@@ -2704,24 +2727,37 @@ class _Master:
 
     def _survey(self) -> tuple[dict[str, list[int]], set[str]]:
         """The numbers of the deltas that are to be applied, by node, and which nodes live."""
-        deltas, now = {}, time.monotonic()
+        deltas: dict[str, list[int]] = {}
         for node in filter(_NODE_ID.fullmatch, self.hub.list("nodes")):
-            names = self.hub.list(f"nodes/{node}")
-            applied = self.outer.applied.get(node, 0)
-            for number in _deltas_in(names):
-                if number <= applied:
-                    self._delete(f"nodes/{node}/{_delta_file(number)}")
-                else:
-                    deltas.setdefault(node, []).append(number)
-            if _ALIVE not in names:
-                self._seen.pop(node, None)
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                counter = self.hub.read(f"nodes/{node}/{_ALIVE}", 100)
-                if self._seen.get(node, (None,))[0] != counter:
-                    self._seen[node] = counter, now
+            try:
+                self._look_at(node, deltas)
+            except FileNotFoundError:
+                pass  # it has just ended
+            except Exception as error:  # which is no reason to keep the others waiting
+                self._complain(f"nodes/{node}", error)
+        now = time.monotonic()
         moved = {node for node, (_, when) in self._seen.items() if now - when < self.node_timeout}
         return deltas, moved
+
+    def _look_at(self, node: str, deltas: dict[str, list[int]]) -> None:
+        names = self.hub.list(f"nodes/{node}")
+        applied = self.outer.applied.get(node, 0)
+        for number in _deltas_in(names):
+            if number <= applied:
+                self._delete(f"nodes/{node}/{_delta_file(number)}")
+            else:
+                deltas.setdefault(node, []).append(number)
+        if _ALIVE not in names:
+            self._seen.pop(node, None)
+            return
+        counter = json.loads(self.hub.read(f"nodes/{node}/{_ALIVE}", 100))["counter"]
+        if self._seen.get(node, (None,))[0] != counter:
+            self._seen[node] = counter, time.monotonic()
+
+    def _complain(self, name: str, error: Exception) -> None:
+        if self._troubles.get(name) != repr(error):
+            log.warning("%s cannot be read, and is left out: %r", name, error)
+            self._troubles[name] = repr(error)
 
     def _round(self, deltas: dict[str, list[int]], live: set[str]) -> _Global | None:
         """The next version, if enough deltas have arrived: their sum, in the order of the nodes."""
@@ -2749,9 +2785,9 @@ class _Master:
         return dataclasses.replace(outer, step=step, applied=applied, digest=None, lent=lent)
 
     def _is_complete(self, arrived: set[str], live: set[str]) -> bool:
-        self.waits_for = sorted(live - arrived)
-        enough = len(arrived) >= self.quorum if self.quorum else not self.waits_for
-        return bool(arrived) and enough
+        missing, lacking = sorted(live - arrived), self.quorum - len(arrived)
+        self.waits_for = ", ".join(missing) or f"{max(1, lacking)} more"
+        return bool(arrived) and (lacking <= 0 if self.quorum else not missing)
 
     def _usable_delta(self, node: str, number: int) -> Any:
         """Its tensors, None if it is refused, _LATER if it may still be on its way."""
@@ -2762,13 +2798,17 @@ class _Master:
             upload = _read_delta(self.hub, node, number, self.layout)
             self.layout.check_buffers(upload.delta, self.outer)
         except _Refused as error:
-            if self._sizes.get(name) != (size := self.hub.size(name)):  # it may still grow
-                self._sizes[name] = size
+            if self._sizes.get(name) != error.size:  # it may have been cut, and grow yet
+                self._sizes[name] = error.size
                 return _LATER
             log.warning("%s is refused: %s", name, error)
             self._refused.add(name)
             return None
-        log.info("%s: %d versions old", name, self.outer.step - upload.base_outer_step)
+        except Exception as error:
+            self._complain(name, error)
+            return _LATER
+        age = self.outer.step - upload.base_outer_step
+        log.info("%s is taken, made on the version %d before this one", name, age)
         return upload.delta
 
     def _delete(self, name: str) -> None:
@@ -2845,7 +2885,9 @@ class _Upload:
 
 
 class _Refused(ValueError):
-    """What is on the Hub is no delta of this node and model."""
+    """What is on the Hub is no delta of this node and model. ``size``: in bytes."""
+
+    size: int | None = None
 
 
 @dataclasses.dataclass
@@ -3015,15 +3057,14 @@ def _read_pointer(hub: Any) -> dict | None:
         pointer = json.loads(hub.read(f"global/{_POINTER}", 1 << 16))
     except FileNotFoundError:
         return None
-    _check_type("the pointer", pointer, dict)
+    if not isinstance(pointer, dict):
+        raise ValueError(f"global/{_POINTER} holds {pointer!r:.200}")
     if pointer.get("algorithm") != _ALGORITHM:
         raise CheckpointError(f"global/{_POINTER} is not of {_ALGORITHM}: {pointer!r:.200}")
-    for name in ("outer_step", "bytes"):
-        _check_int(name, pointer.get(name), 0)
-    for name in ("file", "sha256"):
-        _check_type(name, pointer.get(name), str)
-    if not _GLOBAL_FILE.fullmatch(pointer["file"]):
-        raise ValueError(f"global/{_POINTER} names {pointer['file']!r}")
+    kinds = {"outer_step": int, "file": str, "sha256": str}
+    whole = all(isinstance(pointer.get(name), kind) for name, kind in kinds.items())
+    if not whole or not _GLOBAL_FILE.fullmatch(pointer["file"]):
+        raise ValueError(f"global/{_POINTER} is not whole: {pointer!r:.200}")
     return pointer
 
 
@@ -3056,18 +3097,20 @@ def _read_global(hub: Any, pointer: dict, layout: _Layout) -> _Global:
 def _read_delta(hub: Any, node: str, number: int, layout: _Layout) -> _Upload:
     name = f"nodes/{node}/{_delta_file(number)}"
     size = hub.size(name)
-    if size > layout.limit:
-        raise _Refused(f"it has {size} bytes, at most {layout.limit} are expected")
-    data = hub.read(name)
+    data = hub.read(name) if size <= layout.limit else b""
     try:
+        if size > layout.limit:
+            raise ValueError(f"it has {size} bytes, at most {layout.limit} are expected")
         payload = _unpacked(data, name)
         header = _item(payload, "node_id"), _item(payload, "generation")
         if not (header[0] == node and header[1] == number):
             raise ValueError(f"its header says {header!r:.200}")
         upload = _Upload.from_state({**payload, "baseline_generation": number}, layout)
     except Exception as error:  # damaged or hostile bytes make torch raise almost anything
-        raise _Refused(f"{error!r:.500}") from error
-    upload.size = len(data)
+        refused = _Refused(f"{error!r:.500}")
+        refused.size = size
+        raise refused from error
+    upload.size = size
     return upload
 
 

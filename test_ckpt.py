@@ -6453,8 +6453,12 @@ def test_what_was_not_uploaded_is_in_the_checkpoint(tmp_path, warned):
     again.model.load_state_dict(node.model.state_dict())
     again.start()
     again.load_state_dict(state)
-    wait_until(lambda: move(again))
-    wait_until(lambda: global_on(hub)["model"]["w"].item() == -1.5)
+
+    def all_is_there():
+        move(again)
+        return global_on(hub)["model"]["w"].item() == -1.5
+
+    wait_until(all_is_there)
     again.stop()
 
 

@@ -2641,7 +2641,7 @@ class _Patient:
         for tries in (1, 2):
             try:
                 return method(*arguments)
-            except (FileNotFoundError, PermissionError, ValueError):
+            except (FileNotFoundError, *_LASTING):
                 raise
             except Exception as error:
                 log.debug("%r with %r is tried again: %r", method, arguments[:1], error)
@@ -2733,7 +2733,7 @@ class _Master:
                 self._look_at(node, deltas)
             except FileNotFoundError:
                 pass  # it has just ended
-            except Exception as error:  # which is no reason to keep the others waiting
+            except _LASTING as error:  # which is no reason to keep the others waiting
                 self._complain(f"nodes/{node}", error)
         now = time.monotonic()
         moved = {node for node, (_, when) in self._seen.items() if now - when < self.node_timeout}
@@ -2804,7 +2804,7 @@ class _Master:
             log.warning("%s is refused: %s", name, error)
             self._refused.add(name)
             return None
-        except Exception as error:
+        except _LASTING as error:
             self._complain(name, error)
             return _LATER
         age = self.outer.step - upload.base_outer_step
@@ -3156,5 +3156,14 @@ _DELTA_FILE = re.compile(r"delta_([0-9]{12})\.pt")
 _GLOBAL_FILE = re.compile(r"step_([0-9]{12})\.pt")
 _GRACE = 1.0  # seconds in which the state of a master may still be loaded
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# What trying again does not mend.
+_LASTING = (
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 _LATER = object()
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -4869,7 +4869,8 @@ def test_node_ids_are_names_of_folders(tmp_path, name):
 
 BAD = {
     "role": ["boss", None], "inner_steps": [0, 1.5, True], "poll_interval": [0, -1, "1", True],
-    "outer_lr": [0, -0.1, "x", math.nan], "outer_momentum": [-0.1, 1, "x", math.nan],
+    "blocking": ["no", 1], "outer_lr": [0, -0.1, "x", math.nan],
+    "outer_momentum": [-0.1, 1, "x", math.nan],
     "quorum": [0, 1.5], "node_timeout": [0, "x"], "delta_dtype": [torch.float64, "fp32"],
     "node_id": [3], "hub": [3, None, object()], "model": [None, nn.Linear],
 }  # fmt: skip
@@ -5629,6 +5630,40 @@ def test_a_blocking_node_that_resumes_waits_for_its_round_first(tmp_path, by_han
     assert again.state_dict()["pending_upload"] is None
 
 
+def test_a_round_that_start_has_waited_for_counts_for_the_state_too(tmp_path, by_hand):
+    """Blocking, its own delta is on the Hub: start() waits for it, then comes load_state_dict()."""
+    master, node = team_of_two(tmp_path, quorum=1)
+    node.blocking, node.should_stop = True, lambda: True
+    move(node, 0.5)
+    exchange(node)
+    state = saved(node)
+    again = node_of(tmp_path, "b", blocking=True)
+    ckpt.load_model_state_dict(again.model, state["model"])
+    thread = threading.Thread(target=again.start)
+    thread.start()
+    wait_until(lambda: again._settled)
+    exchange(master, again)
+    thread.join(20)
+    assert again.outer_step == 1
+    again.load_state_dict(state["node"])  # returns
+    assert again.model.w.item() == 0.75
+    assert again.state_dict()["pending_upload"] is None
+    assert again.outer_step == 1
+
+
+def test_a_blocking_master_waits_for_its_own_delta_by_making_the_round(tmp_path):
+    node = node_of(tmp_path, blocking=True, quorum=1)
+    node.start()
+    move(node)
+    node.stop()
+    node.hub.write(f"nodes/a/delta_{2:012}.pt", delta_file("a", 2, {"w": torch.tensor([0.5])}))
+    again = node_of(tmp_path, values=[9.0], blocking=True, quorum=1)
+    again.start()
+    assert again.model.w.item() == pytest.approx(1 - 0.7 * 1.9 * 0.5)
+    assert again.outer_step == 2
+    again.stop()
+
+
 def test_a_worker_that_becomes_the_master_of_an_empty_hub(tmp_path, by_hand):
     """Hub and master are lost; its version is newer than what other nodes have."""
     master, node = team_of_two(tmp_path / "lost")
@@ -6326,6 +6361,76 @@ def test_a_delta_that_is_still_being_written_is_waited_for(tmp_path, by_hand, wa
     assert warned() == []
 
 
+def test_an_entry_that_cannot_be_read_keeps_nobody_waiting(tmp_path, by_hand, warned):
+    master, node = team_of_two(tmp_path, poll_interval=1e-5)
+    (tmp_path / "nodes" / "d" / f"delta_{1:012}.pt").mkdir(parents=True)
+    master.hub.write("nodes/e/alive.json", b"{{{")
+    real = master.hub.list
+    forbidden = PermissionError("not yours")
+
+    def listed(folder):
+        if folder == "nodes/c":
+            raise forbidden
+        return real(folder)
+
+    master.hub.list = listed
+    master.hub.write("nodes/c/alive.json", b"{}")
+    move(node, 0.5)
+    exchange(node)
+    for _ in range(4):
+        exchange(master)
+    assert global_on(node.hub)["applied"] == {"b": 1}
+    assert global_on(node.hub)["model"]["w"].item() == 0.75  # the mean of two
+    names = sorted(message.partition(" cannot be read, and is left out")[0] for message in warned())
+    assert names == ["nodes/c", f"nodes/d/delta_{1:012}.pt", "nodes/e"]
+
+
+def test_a_damaged_pointer_is_written_again_by_the_master(tmp_path, by_hand, warned):
+    master, node = team_of_two(tmp_path)
+    for damage in (b"", b"{", b"[]", b'{"algorithm": "dumb_diloco", "outer_step": 1}'):
+        (tmp_path / "global" / "latest.json").write_bytes(damage)
+        exchange(master)
+        assert global_on(master.hub)["outer_step"] == 0
+    assert len(warned()) == 4
+    (tmp_path / "global" / "latest.json").write_bytes(b"{")
+    with pytest.raises(ValueError, match="Expecting"):
+        exchange(node)
+
+
+def test_two_processes_of_one_name_are_reported(tmp_path, by_hand, warned):
+    _, node = team_of_two(tmp_path, inner_steps=9)
+    move(node)
+    move(node)
+    exchange(node, node)
+    assert warned() == []
+    twin = node_of(tmp_path, "b")
+    twin.start()
+    move(twin)
+    exchange(twin, node)
+    assert warned() == ["another process is b too: work of both is lost, give each its own name"]
+
+
+def test_three_versions_are_kept(tmp_path, by_hand):
+    node = node_of(tmp_path)
+    node.start()
+    for _ in range(6):
+        move(node, 0.5)
+        exchange(node)
+    newest = global_on(node.hub)["outer_step"]
+    kept = [f"step_{newest - age:012}.pt" for age in (2, 1, 0)]
+    assert node.hub.list("global") == ["latest.json", *kept]
+
+
+def test_deltas_are_added_in_the_order_of_the_names(tmp_path, by_hand):
+    """In fp32 the order shows: (1e8 - 1e8) + 1 is 1, 1 - 1e8 + 1e8 is 0."""
+    master, _ = team_of_two(tmp_path, quorum=3)
+    for name, value in (("x", 1e8), ("y", -1e8), ("z", 1.0)):
+        file = delta_file(name, 1, {"w": torch.tensor([value])})
+        master.hub.write(f"nodes/{name}/delta_{1:012}.pt", file)
+    exchange(master)
+    assert global_on(master.hub)["model"]["w"].item() == 1 - 0.25
+
+
 def test_foreign_names_on_the_hub_are_left_alone(tmp_path, by_hand, warned):
     hub = Hub(tmp_path)
     foreign = ["nodes/b/notes.txt", "nodes/b/delta_1.pt", "nodes/b/old/delta_000000000001.pt",
@@ -6657,7 +6762,7 @@ def test_a_wait_says_for_whom(tmp_path, warned):
     began = time.monotonic()
     master.should_stop = lambda: time.monotonic() - began > 1
     assert master.after_optimizer_step(master.model, 1) is False
-    assert warned()[0] == "a waits for the round of its delta 1 (the master)"
+    assert warned()[0] == "a waits for the round of its delta 1 (1 more)"
     assert 2 <= len(warned()) <= 5
     assert master.state_dict()["pending_upload"] is not None
     master.stop()

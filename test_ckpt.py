@@ -6264,7 +6264,7 @@ def legacy_file():
     return file.getvalue()
 
 
-REFUSED = {  # functions, for torch has to be left alone while this module is imported
+REFUSED_DELTAS = {  # functions, for torch has to be left alone while this module is imported
     "nan": lambda bomb: with_w(torch.tensor([math.nan])),
     "inf": lambda bomb: with_w(torch.tensor([-math.inf])),
     "so large that sums overflow": lambda bomb: with_w(torch.tensor([3e38])),
@@ -6309,7 +6309,7 @@ class TwoTensors(nn.Module):
         self.register_buffer("b", torch.ones(1))
 
 
-@pytest.mark.parametrize("kind", [*REFUSED, "2 GiB"])
+@pytest.mark.parametrize("kind", [*REFUSED_DELTAS, "2 GiB"])
 def test_a_delta_that_is_no_good_is_refused_and_named_once(tmp_path, by_hand, warned, kind):
     hub, bomb = Hub(tmp_path / "hub"), tmp_path / "bomb"
     options = {"outer_lr": 1.0, "outer_momentum": 0.0, "inner_steps": 9}
@@ -6326,7 +6326,7 @@ def test_a_delta_that_is_no_good_is_refused_and_named_once(tmp_path, by_hand, wa
         read = hub.read
         hub.read = lambda wanted, limit=None: 1 / (wanted != name) and read(wanted, limit)
     else:
-        hub.write(name, REFUSED[kind](bomb))
+        hub.write(name, REFUSED_DELTAS[kind](bomb))
     for _ in range(4):
         exchange(master)
     assert [message.partition(" is refused: ")[0] for message in warned()] == [name]

@@ -27,7 +27,7 @@ or, in a loop of your own:
         manager.save(step, {"model": model_state_dict(model), ..., "rng": capture_rng_state()})
 
 Sections, each using only those above it: errors, atomic files, RNG, model and optimizer state,
-manager, trainer, DumbDiLoCo. Cut the file at any banner: what stands above still works.
+manager, trainer, DumbDiLoCo. Cut the file at any banner (__all__ too): what is above still works.
 """
 
 from __future__ import annotations
@@ -2120,7 +2120,7 @@ class DumbDiLoCo:
         self._exchange.begin()
         try:
             if self.blocking:
-                self._wait(self._exchange.is_ready, "a shared model on the Hub")
+                self._wait(self._exchange.is_ready, "the master to publish a shared model")
             else:
                 self._wait(lambda: self._exchange.tries > 0, "the Hub", seconds=30)
             if isinstance(self._exchange.error, CheckpointError):
@@ -2223,8 +2223,9 @@ class DumbDiLoCo:
         with self._lock, _signals_deferred():
             self.local_step, version, self._uploaded_step, generation = numbers
             self._work.restore(version, baseline, generation, upload)
-            self._settled = None
-            self._exchange.outer = outer
+            self._settled, ours = None, self._exchange.outer
+            if outer is not None and (ours is None or outer.step > ours.step):
+                self._exchange.outer = outer
             if self._exchange.running:  # start() may have put the shared model there
                 for name, tensor in _all_tensors(self.model).items():
                     tensor.copy_(self._kept[name])
@@ -2253,8 +2254,8 @@ class DumbDiLoCo:
                 return False
             if now > due:
                 due, master = now + self.node_timeout, self._exchange.master
-                whom = "the master" if master is None else master.waits_for
-                log.warning("%s waits for %s (%s)", self.node_id, what, whom)
+                whom = f" ({master.waits_for})" if master is not None and master.waits_for else ""
+                log.warning("%s waits for %s%s", self.node_id, what, whom)
             self._ticks += 1  # a node that waits is alive
             time.sleep(0.02)
         return True
@@ -2321,7 +2322,7 @@ class DumbDiLoCo:
             found = exchange.fetched
             return found is not None and found.applied.get(self.node_id, 0) >= number
 
-        if not self._wait(published, f"the round of its delta {number}"):
+        if not self._wait(published, f"the master's round with its delta {number}"):
             return False
         with self._lock:
             self._work.install(self._take_fetched(), whole=True)
@@ -2538,7 +2539,7 @@ class _Exchange:
             return self.outer is not None
 
     def _lead(self) -> None:
-        if not self.master.is_published():
+        if not self.master.keep_published():
             log.error("%s leads no more: another master has published", self.node.node_id)
             self.master = None
             return
@@ -2658,7 +2659,7 @@ class _Master:
         self.lr, self.momentum, self.quorum = node.outer_lr, node.outer_momentum, node.quorum
         self.outer: _Global | None = None
         self._spare: _Global | None = None  # the one before: memory for the next (fresh is slow)
-        self.waits_for = "nobody"  # the nodes whose deltas the round lacks
+        self.waits_for = ""  # the nodes whose deltas the round lacks
         self._ours: set[str | None] = {None}  # digests of what may be on the Hub
         self._seen: dict[str, tuple[Any, float]] = {}  # each node's counter, when it last moved
         self._troubles: dict[str, str] = {}  # what could not be read, and why
@@ -2673,7 +2674,7 @@ class _Master:
                 self.outer = shared
         return self.outer
 
-    def is_published(self) -> bool:
+    def keep_published(self) -> bool:
         """See to it that our version is on the Hub. False when another master's is there."""
         try:
             pointer = _read_pointer(self.hub)
@@ -2876,7 +2877,8 @@ class _Upload:
         return _Upload(*numbers, delta)
 
     def equals(self, other: _Upload) -> bool:
-        return all(torch.equal(tensor, other.delta[name]) for name, tensor in self.delta.items())
+        pairs = ((tensor, other.delta[name]) for name, tensor in self.delta.items())
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
     def to_bytes(self, node: str) -> bytes:
         header = {"node_id": node, "generation": self.generation, "step": self.step}

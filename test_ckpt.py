@@ -5583,12 +5583,31 @@ def test_back_before_a_delta_that_is_applied_and_gone(tmp_path, by_hand):
     assert node.state_dict()["baseline_generation"] == 2
 
 
-def test_two_branches_with_one_number(tmp_path, by_hand):
+def test_a_state_that_is_loaded_late_does_not_take_back_what_was_published(tmp_path, by_hand):
+    """More than a moment after start() a master has begun, with what it found on the Hub."""
+    master, node = team_of_two(tmp_path)
+    state = saved(master)
+    master = node_of(tmp_path, outer_lr=1.0, outer_momentum=0.0, inner_steps=99)
+    ckpt.load_model_state_dict(master.model, state["model"])
+    master.start()
+    master._exchange.opens = 0
+    move(node, 0.5)
+    exchange(node, master, master)
+    assert deltas_on(node.hub) == []
+    master.load_state_dict(state["node"])
+    exchange(master)
+    assert global_on(node.hub)["applied"] == {"b": 1}
+    assert global_on(node.hub)["model"]["w"].item() == 0.75
+    assert master.model.w.item() == 0.75
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_branches_with_one_number(tmp_path, by_hand, dtype):
     """A run without the checkpoint has used the number; then the checkpoint comes back."""
     master, node = team_of_two(tmp_path)
     move(node, 0.5)
     state = saved(node)  # its delta 1 was never uploaded
-    fresh = node_of(tmp_path, "b")
+    fresh = node_of(tmp_path, "b", delta_dtype=dtype)
     fresh.start()
     move(fresh, 0.125)
     exchange(fresh)
@@ -6762,7 +6781,7 @@ def test_a_wait_says_for_whom(tmp_path, warned):
     began = time.monotonic()
     master.should_stop = lambda: time.monotonic() - began > 1
     assert master.after_optimizer_step(master.model, 1) is False
-    assert warned()[0] == "a waits for the round of its delta 1 (1 more)"
+    assert warned()[0] == "a waits for the master's round with its delta 1 (1 more)"
     assert 2 <= len(warned()) <= 5
     assert master.state_dict()["pending_upload"] is not None
     master.stop()

@@ -2531,9 +2531,7 @@ class _Exchange:
         with self.node._lock:
             if not self.node._training and time.monotonic() < self.opens:
                 return False
-            if self.node._settled is None:
-                if self.node._training:
-                    return False  # its next step settles that
+            if self.node._settled is None:  # the first look came late
                 self.master.start_from(self.look.shared)
             self.node._found()
             return self.outer is not None

@@ -5196,10 +5196,10 @@ def running_stats(hub, name, mean, var, count):
 
 def test_batch_norm_statistics_are_averaged_and_counters_are_not(tmp_path, by_hand):
     hub = Hub(tmp_path)
-    one = running_stats(hub, "a", 1.0, 0.5, 7)
+    one = running_stats(hub, "a", 1.0, 0.5, 9)
     one.after_optimizer_step(one.model, 1)
     exchange(one)
-    two = running_stats(hub, "b", 3.0, 0.001, 9)
+    two = running_stats(hub, "b", 3.0, 0.001, 7)
     for version in range(1, 4):
         for node in (one, two):
             node.after_optimizer_step(node.model, 1)
@@ -5213,7 +5213,13 @@ def test_batch_norm_statistics_are_averaged_and_counters_are_not(tmp_path, by_ha
         assert shared["num_batches_tracked"].item() == 9
     # free-running, the buffers of a node are its own
     assert one.model.running_mean[0].item() == 1.0
-    assert one.model.num_batches_tracked.item() == 7
+    assert one.model.num_batches_tracked.item() == 9
+    for node in (one, two):
+        node.model.num_batches_tracked.fill_(5)
+        node.after_optimizer_step(node.model, 1)
+        exchange(node)
+    exchange(one)
+    assert global_on(hub)["outer_step"] == 4
     joiner = node_of(hub, "c", model=nn.BatchNorm1d(2))
     joiner.start()
     assert torch.equal(joiner.model.running_mean, torch.full((2,), 2.0))
@@ -5943,17 +5949,22 @@ def test_signs_of_life_come_at_least_four_times_in_node_timeout(tmp_path):
 
 
 def test_the_first_step_does_not_wait_for_the_next_look(tmp_path):
-    node = node_of(tmp_path, poll_interval=100.0, inner_steps=9)
+    node = node_of(tmp_path, "b", poll_interval=100.0, inner_steps=9)
     node.start()
     time.sleep(0.1)
     move(node)
-    wait_until(lambda: "alive.json" in node.hub.list("nodes/a"), 10)
-    assert global_on(node.hub)["outer_step"] == 0
+    wait_until(lambda: "alive.json" in node.hub.list("nodes/b"), 10)
     node.stop()
 
 
 def test_what_a_node_needed_at_its_start_is_not_kept(tmp_path, by_hand):
-    _, node = team_of_two(tmp_path)
+    master, _ = team_of_two(tmp_path, outer_momentum=0.5)
+    master.hub.write(f"nodes/x/delta_{1:012}.pt", delta_file("x", 1, {"w": torch.ones(1)}))
+    exchange(master)
+    assert global_on(master.hub)["momentum"] is not None
+    node = node_of(tmp_path, "c")
+    node.start()
+    assert node._exchange.look.shared.momentum is None  # which only a master needs
     weights = [weakref.ref(node._exchange.look.shared.model["w"]), weakref.ref(node._kept["w"])]
     move(node)
     gc.collect()
@@ -6406,7 +6417,8 @@ def test_an_entry_that_cannot_be_read_keeps_nobody_waiting(tmp_path, by_hand, wa
 
 def test_a_damaged_pointer_is_written_again_by_the_master(tmp_path, by_hand, warned):
     master, node = team_of_two(tmp_path)
-    for damage in (b"", b"{", b"[]", b'{"algorithm": "dumb_diloco", "outer_step": 1}'):
+    outside = {"algorithm": "dumb_diloco", "outer_step": 1, "file": "../x.pt", "sha256": "0"}
+    for damage in (b"", b"{", b"[]", json.dumps(outside).encode()):
         (tmp_path / "global" / "latest.json").write_bytes(damage)
         exchange(master)
         assert global_on(master.hub)["outer_step"] == 0
@@ -6427,6 +6439,54 @@ def test_two_processes_of_one_name_are_reported(tmp_path, by_hand, warned):
     move(twin)
     exchange(twin, node)
     assert warned() == ["another process is b too: work of both is lost, give each its own name"]
+
+
+def test_a_reader_that_finds_a_version_gone_reads_the_pointer_again(tmp_path, by_hand):
+    master, node = team_of_two(tmp_path)
+    pointers = []
+    for _ in range(6):
+        pointers.append(node.hub.read("global/latest.json"))
+        move(node, 0.5)
+        exchange(node, master, node)
+    late, stale = node_of(Hub(tmp_path), "c"), pointers[:2]
+
+    def read(name, limit=None):
+        if name == "global/latest.json" and stale:
+            return stale.pop()
+        return Hub.read(late.hub, name, limit)
+
+    late.hub.read = read
+    late.start()
+    assert late.outer_step == global_on(node.hub)["outer_step"]
+    assert late._exchange.error is None
+
+
+def test_a_larger_model_with_its_momentum_fits_the_limit(tmp_path, by_hand):
+    master, _ = team_of_two(tmp_path, values=[1.0] * 500_000, outer_momentum=0.5)
+    delta = {"w": torch.ones(500_000)}
+    master.hub.write(f"nodes/x/delta_{1:012}.pt", delta_file("x", 1, delta))
+    exchange(master)
+    joiner = node_of(tmp_path, "c", values=[0.0] * 500_000)
+    joiner.start()
+    assert joiner.outer_step == 1
+    same(joiner.model.w.data, global_on(master.hub)["model"]["w"])
+
+
+def test_the_outer_step_uses_memory_again_but_not_what_a_checkpoint_holds(tmp_path, by_hand):
+    node = node_of(tmp_path)
+    node.start()
+    places = []
+    for _ in range(8):
+        move(node, 0.5)
+        exchange(node)
+        places.append(node._exchange.outer.model["w"].data_ptr())
+    assert places[-1] == places[-3] != places[-2] == places[-4]
+    held = node.state_dict()["outer"]
+    before = copy.deepcopy(held)
+    for _ in range(6):
+        move(node, 0.5)
+        exchange(node)
+    same(held, before)
 
 
 def test_three_versions_are_kept(tmp_path, by_hand):

@@ -19,7 +19,7 @@
     trainer.resume()        # False at the first start
     trainer.fit(10_000)     # kill it whenever you like, run the script again
 
-or, in a loop of your own:
+In a loop of your own:
 
     if state := manager.load_latest():  # None at the first start
         load_model_state_dict(model, state["model"]), ..., restore_rng_state(state["rng"])
@@ -27,8 +27,8 @@ or, in a loop of your own:
         manager.save(step, {"model": model_state_dict(model), ..., "rng": capture_rng_state()})
 
 Sections, each using only those above it: errors, atomic files, RNG, model and optimizer state,
-manager, trainer, DumbDiLoCo. Cut the file at any banner (__all__ too): what is above still works.
-"""
+manager, trainer, DumbDiLoCo, command line (python ckpt.py -h). Cut the file at any banner (and
+__all__ with it): what is above still works."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import datetime
 import errno
 import functools
 import hashlib
@@ -401,7 +402,9 @@ def model_state_dict(model: torch.nn.Module) -> dict:
     DistributedDataParallel and DataParallel (``module.``) put before them is gone, at any depth.
 
     The tensors are the model's own, not copies; tied ones keep all their names and share storage.
+    CheckpointError for one that is spread over several processes (FSDP, DTensor).
     """
+    _check_whole(model)
     state, bare_name = model.state_dict(), _bare_names(model)
     bare = OrderedDict((bare_name(name), value) for name, value in state.items())
     if hasattr(state, "_metadata"):  # module versions, which load_state_dict may ask for
@@ -418,6 +421,7 @@ def load_model_state_dict(model: torch.nn.Module, state: Mapping) -> None:
     A tensor of another dtype is cast. TypeError if it is not a mapping.
     """
     _check_type("state", state, Mapping)
+    _check_whole(model)
     fitted, problems = _fit(model, state)
     if problems:
         raise CheckpointError("the state does not fit the model:\n  " + "\n  ".join(problems))
@@ -425,6 +429,31 @@ def load_model_state_dict(model: torch.nn.Module, state: Mapping) -> None:
         model.load_state_dict(fitted)
     except Exception as error:  # from a module's own code
         raise CheckpointError(f"the model refused its state: {error!r}") from error
+
+
+def _check_whole(held: Any, error: type[Exception] = CheckpointError) -> None:
+    """Raise ``error`` if of a model or a state this process has only its part (FSDP, DTensor)."""
+    is_model = isinstance(held, torch.nn.Module)
+    parts = (*held.named_modules(), *held.named_parameters()) if is_model else _named_tensors(held)
+    for name, part in parts:
+        kind = type(part)
+        if kind.__module__.startswith("torch.distributed."):
+            what = f"{name or 'the model'} is a {kind.__name__}, of which each process has a part"
+            raise error(f"{what}: such a model is for torch.distributed.checkpoint")
+
+
+def _named_tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of nested dicts, lists and tuples, under dotted names."""
+    left, seen = [("", value)], set()  # a list may hold itself
+    while left:
+        name, value = left.pop()
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            inner = [(f"{name}.{key}" if name else str(key), item) for key, item in items]
+            left.extend(reversed(inner))
 
 
 def _bare_names(model: torch.nn.Module) -> Callable[[str], str]:
@@ -697,6 +726,7 @@ class CheckpointManager:
         """
         step = _check_int("step", step, 0)
         path = self.path_for(step)
+        _check_whole(state)
         self.wait()
         if self.background and threading.main_thread().is_alive():
             copied = self._snapshot.take(state)
@@ -1183,6 +1213,7 @@ class Trainer:
         save_on_signal: Iterable[int] = (),
     ):
         _check_type("model", model, torch.nn.Module)
+        _check_whole(model, ValueError)
         _check_type("optimizer", optimizer, torch.optim.Optimizer)
         _check_type("dataloader", dataloader, Iterable)
         _check_type("save_on_signal", save_on_signal, Iterable)
@@ -1239,6 +1270,7 @@ class Trainer:
         """
         max_steps, began = _check_int("max_steps", max_steps, 1), time.perf_counter()
         loss, reason = None, "max_steps"
+        self._check_ranks(max_steps)
         if self.step > max_steps:
             log.warning("nothing to do: step is %d, max_steps %d", self.step, max_steps)
         if self.step < max_steps:
@@ -1246,10 +1278,10 @@ class Trainer:
                 signals = _catch_signals(self.save_on_signal, stack)
                 self._start(stack, signals)
                 loss, reason = self._loop(max_steps, signals)
-                if self.save_final or signals:
+                if self.save_final or reason in signal.Signals.__members__:
                     self._save(self.step > 0 and self.step != self._saved_step)
                 if self.checkpoint_manager is not None:
-                    self.checkpoint_manager.wait()
+                    self._ranks.share(self.checkpoint_manager.wait)
         final_loss = None if loss is None else float(loss)
         elapsed = time.perf_counter() - began
         return TrainResult(self.step, self.samples, self.tokens, final_loss, elapsed, reason)
@@ -1270,23 +1302,22 @@ class Trainer:
         if state is None:
             if self.checkpoint_manager is None:
                 raise ValueError("resume() needs a state or a checkpoint_manager")
-            path, state = self.checkpoint_manager._load_latest(fallback, mapped=True)
+            path, state = self._load_latest(fallback)
             if state is None:
                 return False
             source = str(path)
         _check_type("state", state, dict)
+        state, notes = self._own_part(state)
         problems = self._compare(state)
         if problems:
             message = f"{source} does not fit this run:\n  " + "\n  ".join(problems)
             raise CheckpointError(message, path=path)
-        notes = self._notes(state)
-        if notes:
+        notes += self._notes(state)
+        if notes and self._ranks.rank == 0:
             log.warning("%s differs from this run: %s", source, "; ".join(notes))
         try:
             with contextlib.ExitStack() as undo:
-                if path is not None:
-                    self._unmap(state)
-                self._restore(state, undo)
+                self._restore(state, undo, mapped=path is not None)
                 undo.pop_all()
         except Exception as error:  # from code that is not ours: a loader, an object in extra_state
             raise CheckpointError(f"{source} cannot be resumed: {error!r}", path=path) from error
@@ -1296,7 +1327,24 @@ class Trainer:
 
     def state_dict(self) -> dict:
         """The checkpoint: model, optimizer, scaler, scheduler, step, samples, tokens, config, rng,
-        coordinator, precision; with the switches also data and extra. Tensors are not copied."""
+        coordinator, precision; with the switches also data and extra. Tensors are not copied.
+
+        Of several processes each has to call it. ``ranks`` is then a list of what each has of its
+        own: rng, data, samples, tokens; samples and tokens beside it are the sums.
+        """
+        state: dict[str, Any] = {}
+
+        def of_this_rank() -> dict:
+            state.update(self._state())
+            return {name: state[name] for name in _OF_A_RANK if name in state}
+
+        ranks = self._ranks.share(of_this_rank)
+        if len(ranks) > 1:
+            sums = {name: sum(of[name] for of in ranks) for name in ("samples", "tokens")}
+            state.update(ranks[0] | sums | {"ranks": ranks})
+        return state
+
+    def _state(self) -> dict:
         state = {
             "model": model_state_dict(self.model),
             "optimizer": _get_state(self.optimizer),
@@ -1317,6 +1365,26 @@ class Trainer:
         # Last, for a foreign state_dict() may draw.
         state["rng"] = self._deferred.get("rng") or capture_rng_state()
         return state
+
+    @functools.cached_property
+    def _ranks(self) -> _Ranks:
+        return _Ranks()
+
+    def _check_ranks(self, max_steps: int) -> None:
+        """Ranks that are to do different things would wait for each other for ever."""
+        ours = {"step": self.step, "max_steps": max_steps, "save_final": self.save_final}
+        for name in ("accumulation_steps", "exact_resume", "save_on_signal"):
+            ours[name] = getattr(self, name)
+        manager = self.checkpoint_manager
+        ours["saves every"] = manager.every_steps if manager and manager.enabled else None
+        for rank, theirs in enumerate(self._ranks.share(lambda: ours)):
+            if theirs != ours:
+                name = next(name for name in ours if theirs[name] != ours[name])
+                message = f"{name} is {theirs[name]!r} on rank {rank}, here it is {ours[name]!r}"
+                raise ValueError(f"ranks must not differ: {message}")
+        wrapped = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+        if self._ranks.count > 1 and not any(isinstance(m, wrapped) for m in self.model.modules()):
+            log.warning("the model is not DistributedDataParallel: each rank trains its own")
 
     def _start(self, stack: contextlib.ExitStack, signals: list[str]) -> None:
         if self.coordinator is not None:
@@ -1339,13 +1407,20 @@ class Trainer:
             restore_rng_state(self._deferred.pop("rng"))
 
     def _loop(self, max_steps: int, signals: list[str]) -> tuple[torch.Tensor | None, str]:
-        loss = None
-        while self.step < max_steps and not signals:
+        loss, came = None, self._came(signals)
+        while self.step < max_steps and came is None:
             last = self._train_step()
             if last is None:
                 return loss, "data"
-            loss = last
-        return loss, signals[0] if signals else "max_steps"
+            loss, came = last, self._came(signals)
+        return loss, came or "max_steps"
+
+    def _came(self, signals: list[str]) -> str | None:
+        """The signal that came, on whichever rank: all have to end with the same step."""
+        if not self.save_on_signal:
+            return None
+        number = self._ranks.highest(signal.Signals[signals[0]] if signals else 0)
+        return signal.Signals(number).name if number else None
 
     def _train_step(self) -> torch.Tensor | None:
         """One optimizer step and all that follows it; its loss, None when there are no data."""
@@ -1377,16 +1452,19 @@ class Trainer:
         """Gradients of one window; its mean loss, samples and tokens. None: the data ran out."""
         self.optimizer.zero_grad()
         total, samples, tokens = None, 0, 0
-        for _ in range(self.accumulation_steps):
+        for left in reversed(range(self.accumulation_steps)):
             batch = self._batches.next()
             if batch is _END:
                 return None
             more_samples, more_tokens = _count(batch)
             samples, tokens = samples + more_samples, tokens + more_tokens
-            loss = self._loss(_to_device(batch, self.device))
-            if self.accumulation_steps > 1:
-                loss = loss / self.accumulation_steps
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            # The ranks of a DistributedDataParallel average their gradients with the last batch.
+            apart = getattr(self.model, "no_sync", None) if left else None
+            with apart() if apart is not None else contextlib.nullcontext():
+                loss = self._loss(_to_device(batch, self.device))
+                if self.accumulation_steps > 1:
+                    loss = loss / self.accumulation_steps
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
         return total, samples, tokens
 
@@ -1423,9 +1501,52 @@ class Trainer:
         return True
 
     def _save(self, wanted: bool) -> None:
-        if wanted and self.checkpoint_manager.enabled:
-            self.checkpoint_manager.save(self.step, self.state_dict())
-            self._saved_step = self.step
+        """Rank 0 writes; the others wait, for what it raises they raise too."""
+        if not wanted or not self.checkpoint_manager.enabled:
+            return
+        state = self.state_dict()
+
+        def write() -> None:
+            if self._ranks.rank == 0:
+                self.checkpoint_manager.save(self.step, state)
+
+        self._ranks.share(write)
+        self._saved_step = self.step
+
+    def _load_latest(self, fallback: bool) -> tuple[Path | None, dict | None]:
+        """The manager's latest checkpoint; of several processes the first says which that is."""
+        manager, first, found = self.checkpoint_manager, self._ranks.rank == 0, {}
+
+        def choose() -> str | None:
+            if first:
+                found["path"], found["state"] = manager._load_latest(fallback, mapped=True)
+            return found["path"].name if found.get("path") else None
+
+        def follow() -> None:
+            if not first and name is not None:
+                found["path"] = manager.directory / name
+                found["state"] = manager._load(found["path"], mapped=True)
+
+        name = self._ranks.share(choose)[0]
+        self._ranks.share(follow)
+        return found.get("path"), found.get("state")
+
+    def _own_part(self, state: dict) -> tuple[dict, list[str]]:
+        """``state`` as it concerns this rank, and a note if it is of more processes, or fewer."""
+        ranks, (rank, count) = state.get("ranks", [{}]), (self._ranks.rank, self._ranks.count)
+        if not isinstance(ranks, list) or not all(isinstance(of, Mapping) for of in ranks):
+            raise CheckpointError(f"ranks: not a list of dicts but {ranks!r:.80}")
+        own = {name: value for name, value in state.items() if name != "ranks"}
+        own |= ranks[rank] if rank < len(ranks) else {"rng": None}
+        if len(ranks) == count:
+            return own, []
+        for name in ("samples", "tokens"):  # so that the sum stays what it is
+            if isinstance(total := state.get(name), int):
+                own[name] = total // count + (rank < total % count)
+        if isinstance(own.get("data"), Mapping):
+            own["data"] = {"epoch": own["data"].get("epoch"), "batch": 0, "begin": None}
+        what = "random numbers are others, and the epoch begins again"
+        return own, [f"saved by {len(ranks)} processes, here are {count}: {what}"]
 
     def _parts(self) -> dict[str, Any]:
         """What has a state of its own; the optimizer after the scheduler, for its rates count."""
@@ -1487,19 +1608,24 @@ class Trainer:
                         if key.endswith("_extra_state"):  # what set_extra_state gets
                             value[key] = copy.deepcopy(value[key])
 
-    def _restore(self, state: dict, undo: contextlib.ExitStack) -> None:
+    def _restore(self, state: dict, undo: contextlib.ExitStack, mapped: bool) -> None:
         """Load what _compare found to fit: code that may yet refuse it first, the models last."""
-        saved = _flat(state)
 
         def load(models: bool) -> None:
+            saved = _flat(state)
             for name, part in self._parts().items():
                 if isinstance(part, torch.nn.Module) == models and saved.get(name) is not None:
                     _set_state(part, saved[name], undo)
 
-        undo.callback(restore_rng_state, capture_rng_state())
-        load(models=False)
-        self._batches.load_state_dict(state.get("data") if self.exact_resume else None, undo)
-        load(models=True)
+        def load_what_may_refuse() -> None:
+            if mapped:
+                self._unmap(state)
+            undo.callback(restore_rng_state, capture_rng_state())
+            load(models=False)
+            self._batches.load_state_dict(state.get("data") if self.exact_resume else None, undo)
+
+        self._ranks.share(load_what_may_refuse)
+        self._ranks.share(lambda: load(models=True))
         self.step = int(state.get("step", self.step))
         self.samples = int(state.get("samples", self.samples))
         self._tokens = int(state.get("tokens", self._tokens))
@@ -1511,6 +1637,7 @@ class Trainer:
 
 _END = object()
 _MAX_SKIPPED = 100
+_OF_A_RANK = ("rng", "data", "samples", "tokens")
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -1647,6 +1774,54 @@ class _Batches:
                 generator.set_state(state)
             else:
                 log.warning("the dataloader's %s had a generator when it was saved, now none", name)
+
+
+class _Ranks:
+    """The processes that torch.distributed has joined, which call the same; or just this one."""
+
+    def __init__(self) -> None:
+        dist, self.rank, self.count = torch.distributed, 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        if self.count > 1:  # on the CPU, with the patience for a save, or for the rounds of a Hub
+            year = datetime.timedelta(days=365)
+            self._group = dist.new_group(backend="gloo", timeout=year)
+
+    def share(self, work: Callable[[], Any]) -> list:
+        """What ``work()`` returns on each rank. What it raises on one, all raise."""
+        if self.count == 1:
+            return [work()]
+        try:
+            failure, outcome = None, pickle.dumps((None, work()))
+        except Exception as error:
+            failure, outcome = error, pickle.dumps((repr(error), None))
+        outcomes: list = [None] * self.count
+        torch.distributed.all_gather_object(outcomes, outcome, group=self._group)
+        if failure is not None:
+            raise failure
+        results = []
+        for rank, (failed, result) in enumerate(map(pickle.loads, outcomes)):
+            if failed:
+                raise CheckpointError(f"rank {rank} failed: {failed}")
+            results.append(result)
+        return results
+
+    def highest(self, number: int) -> int:
+        """Of what each rank has. It takes a fraction of the time of ``share``."""
+        if self.count == 1:
+            return number
+        numbers = torch.tensor([number])
+        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=self._group)
+        return int(numbers)
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give ``tensors`` the values that they have on rank 0."""
+        for tensor in tensors if self.count > 1 else ():
+            passed = tensor.detach().to("cpu").contiguous()
+            data = passed.reshape(-1).view(torch.uint8)  # gloo does not know every dtype
+            torch.distributed.broadcast(data, 0, group=self._group)
+            if self.rank > 0 and passed.data_ptr() != tensor.data_ptr():
+                tensor.copy_(passed)
 
 
 def _catch_signals(numbers: list[signal.Signals], stack: contextlib.ExitStack) -> list[str]:
@@ -2060,6 +2235,7 @@ class DumbDiLoCo:
         delta_dtype: torch.dtype = torch.float32,
     ):
         _check_type("model", model, torch.nn.Module)
+        _check_whole(model, ValueError)
         _check_type("node_id", node_id, str)
         if not _NODE_ID.fullmatch(node_id):
             raise ValueError(f"node_id must be 1 to 64 letters, digits or ._-, got {node_id!r}")
@@ -2096,6 +2272,7 @@ class DumbDiLoCo:
         self._settled: _Look | None = None  # what the state was last related to
         self._kept: dict[str, torch.Tensor] | None = None  # the weights at the start
         self._training, self._ticks = False, 0
+        self._ranks: _Ranks | None = None  # the processes that are this node, once it is started
         self._exchange = _Exchange(self)
 
     @property
@@ -2111,6 +2288,9 @@ class DumbDiLoCo:
         weights that it has now version 0, and publishes it with its first step, or a second later.
         CheckpointError when the model there is another one. RuntimeError when it runs already.
         """
+        self._first_does(self._start)
+
+    def _start(self) -> bool:
         if self._exchange.running:
             raise RuntimeError(f"{self.node_id} was started already")
         self._training, self._settled = False, None
@@ -2130,6 +2310,7 @@ class DumbDiLoCo:
             self.stop()
             raise
         self._exchange.opens = min(self._exchange.opens, time.monotonic() + _GRACE)
+        return True
 
     def after_optimizer_step(self, model: torch.nn.Module, step: int) -> bool:
         """Call it after each optimizer step. True: the weights of the model were changed.
@@ -2138,6 +2319,12 @@ class DumbDiLoCo:
         it returns when the round is installed, or ``should_stop()``. ``model`` and ``step`` are
         what a trainer hands over; nothing depends on them. RuntimeError before :meth:`start`.
         """
+        changed = self._first_does(self._after_step)
+        if not changed and self._ranks.rank > 0:
+            self.local_step += 1
+        return changed
+
+    def _after_step(self) -> bool:
         if not self._exchange.running:
             raise RuntimeError(f"{self.node_id} is not running: call start() first")
         self.local_step += 1
@@ -2200,6 +2387,9 @@ class DumbDiLoCo:
         those that the model has then. RuntimeError after the first step.
         """
         _check_type("state", state, Mapping)
+        self._first_does(lambda: self._load(state))
+
+    def _load(self, state: Mapping) -> bool:
         if self._exchange.running and self._training:
             raise RuntimeError(f"{self.node_id} is training: load_state_dict() comes before that")
         counters = ("local_step", "last_global_step", "last_uploaded_step", "baseline_generation")
@@ -2230,6 +2420,32 @@ class DumbDiLoCo:
                 for name, tensor in _all_tensors(self.model).items():
                     tensor.copy_(self._kept[name])
         self._take_news()
+        return True
+
+    def _first_does(self, work: Callable[[], bool]) -> bool:
+        """Where several processes are the node: the first does it, the others get its weights."""
+        ranks = self._ranks = self._ranks or _Ranks()
+        if ranks.count == 1:
+            return work()
+        outcome, failure = 0, None
+        if ranks.rank == 0:
+            try:
+                outcome = int(work())
+            except Exception as error:
+                outcome, failure = 2, error
+        outcome = ranks.highest(outcome)
+
+        def report() -> None:
+            if failure is not None:
+                raise failure
+
+        if outcome == 2:
+            ranks.share(report)
+        if outcome == 1:
+            counters = torch.tensor([self.local_step, self.outer_step])
+            ranks.follow([counters, *_all_tensors(self.model).values()])
+            self.local_step, self._work.version = counters.tolist()
+        return bool(outcome)
 
     def _outgoing(self) -> _Upload | None:
         """The delta in flight, once it is known what the Hub holds of this node."""

@@ -7027,6 +7027,422 @@ def test_all_that_was_done_is_in_the_shared_model_once(tmp_path, by_hand, seed, 
 
 
 # --------------------------------------------------------------------------------------------------
+# Several processes that torch.distributed has joined
+# --------------------------------------------------------------------------------------------------
+def in_group(function, *args, count=2, exitcodes=None, meanwhile=lambda processes: None):
+    """Run function(*args) in ``count`` processes as torchrun does; how each of them has ended."""
+    with tempfile.TemporaryDirectory() as scratch:
+        places = [Path(scratch, str(rank)) for rank in range(count)]
+        processes = []
+        for rank, place in enumerate(places):
+            place.mkdir()
+            group = (rank, count, f"file://{scratch}/store", function, *args)
+            processes.append(forks.Process(target=in_scratch, args=(str(place), joined, *group)))
+        try:
+            for process in processes:
+                process.start()
+            meanwhile(processes)
+            for process in processes:
+                process.join(50)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    assert [process.exitcode for process in processes] == (exitcodes or [0] * count)
+
+
+def joined(rank, count, store, function, *args):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    function(*args)
+    torch.distributed.destroy_process_group()
+
+
+def rank_here():
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def shared_trainer(directory, every=3, **options):
+    """A trainer as each rank makes it: dropout of its own, a shard of 20 samples, 5 batches."""
+    ckpt.seed_everything(1)
+    model = Loss()
+    dataset, sampler = regression(20), None
+    if torch.distributed.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model)
+        sampler = torch.utils.data.DistributedSampler(dataset, seed=3)
+    ckpt.seed_everything(10 + rank_here())
+    loader = DataLoader(dataset, batch_size=2, sampler=sampler)
+    manager = CheckpointManager(directory, every_steps=every, fsync=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return Trainer(model, optimizer, loader, **{"checkpoint_manager": manager, **options})
+
+
+def run_shared(directory, report, steps, die_at=None):
+    """Resume, train, and leave what this rank has in the end."""
+
+    def on_step(trainer, loss):
+        losses.append(float(loss))
+        if trainer.step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    losses = []
+    trainer = shared_trainer(directory, exact_resume=True, on_step=on_step)
+    found = trainer.resume(), trainer.step
+    trainer.fit(steps)
+    state = {"model": ckpt.model_state_dict(trainer.model), "rng": ckpt.capture_rng_state()}
+    state |= {"found": found, "losses": losses, "counters": (trainer.samples, trainer.tokens)}
+    torch.save(state, report / f"{rank_here()}.pt")
+
+
+def reports(directory, count=2):
+    return [torch.load(directory / f"{rank}.pt") for rank in range(count)]
+
+
+def test_killed_ranks_go_on_each_with_its_own_numbers_and_data(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    in_group(run_shared, whole / "c", whole, 12)
+    in_group(run_shared, broken / "c", broken, 12, 8, exitcodes=[-9, -9])
+    assert listing(broken) == ["c"]
+    in_group(run_shared, broken / "c", broken, 12)
+    for one, other in zip(reports(whole), reports(broken), strict=True):
+        assert (one.pop("found"), other.pop("found")) == ((False, 0), (True, 6))
+        assert one.pop("losses")[6:] == other.pop("losses")
+        same(one, other)
+    first, second = reports(whole)
+    same(first["model"], second["model"])
+    assert first["losses"] != second["losses"]
+    assert not torch.equal(first["rng"]["torch"], second["rng"]["torch"])
+    assert first["counters"] == (24, 24)  # each counts its own
+
+
+def test_the_file_is_that_of_rank_0_with_what_each_rank_has_of_its_own(tmp_path):
+    in_group(run_shared, tmp_path / "c", tmp_path, 6)
+    assert listing(tmp_path / "c") == [
+        "latest.json",
+        "step_000000000003.pt",
+        "step_000000000006.pt",
+    ]
+    state = CheckpointManager(tmp_path / "c", weights_only=True).load_latest()
+    assert [set(of) for of in state["ranks"]] == [{"rng", "data", "samples", "tokens"}] * 2
+    assert (state["samples"], state["tokens"]) == (24, 24)
+    assert [of["samples"] for of in state["ranks"]] == [12, 12]
+    same(state["rng"], state["ranks"][0]["rng"])
+    for report, of in zip(reports(tmp_path), state["ranks"], strict=True):
+        same(report["rng"], of["rng"])
+        same(report["model"], state["model"])
+
+
+def resume_here(directory, report):
+    logged = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("ckpt").addHandler(handler)
+    trainer = shared_trainer(directory, exact_resume=True)
+    fresh = ckpt.capture_rng_state()
+    assert trainer.resume()
+    counters = (trainer.step, trainer.samples, trainer.tokens)
+    found = {"counters": counters, "rng": ckpt.capture_rng_state(), "fresh": fresh}
+    data = trainer._batches
+    found |= {"warned": logged, "data": (data.epoch, data.batch, data.iterator is None)}
+    torch.save(found, report / f"{rank_here()}.pt")
+
+
+@pytest.mark.parametrize(("saved", "here"), [(1, 2), (2, 1), (2, 3)])
+def test_another_number_of_processes_is_one_warning(tmp_path, saved, here):
+    in_group(run_shared, tmp_path / "c", tmp_path, 9, count=saved)
+    state = CheckpointManager(tmp_path / "c").load_latest()
+    in_group(resume_here, tmp_path / "c", tmp_path, count=here)
+    found = reports(tmp_path, here)
+    message = f"saved by {saved} processes, here are {here}: random numbers are others"
+    assert [len(of["warned"]) for of in found] == [1] + [0] * (here - 1)
+    assert message in found[0]["warned"][0]
+    assert sum(of["counters"][1] for of in found) == state["samples"] == 18 * saved
+    assert sum(of["counters"][2] for of in found) == state["tokens"]
+    assert max(of["counters"][1] for of in found) - min(of["counters"][1] for of in found) <= 1
+    for rank, of in enumerate(found):
+        assert of["counters"][0] == 9
+        assert of["data"] == (state["data"]["epoch"], 0, True)  # the epoch begins again
+        known = (state.get("ranks") or [state])[:saved]
+        same(of["rng"], known[rank]["rng"] if rank < len(known) else of["fresh"])
+
+
+def fail_on_rank_0(directory, background):
+    trainer = shared_trainer(directory)
+    if background:
+        trainer.checkpoint_manager.background = True
+    if rank_here() == 0:
+        write = os.replace
+
+        def replace(source, target):
+            if str(target).endswith("6.pt"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(source, target)
+
+        os.replace = replace
+    kind = CheckpointError if background or rank_here() else OSError
+    with pytest.raises(kind) as caught:
+        trainer.fit(8)
+    assert "No space left" in str(caught.value)
+    assert (kind is CheckpointError) or caught.value.errno == errno.ENOSPC
+    assert ("rank 0 failed" in str(caught.value)) == (rank_here() == 1)
+    assert trainer.step == (8 if background else 6)
+    assert listing(directory) == ["latest.json", "step_000000000003.pt"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_is_raised_on_every_rank(tmp_path, background):
+    in_group(fail_on_rank_0, tmp_path / "c", background)
+
+
+def stop_together(directory, who):
+    def on_step(trainer, loss):
+        if trainer.step == 4 and rank_here() == who:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = shared_trainer(directory, save_on_signal=[signal.SIGTERM], on_step=on_step)
+    result = trainer.fit(100)
+    assert (result.steps, result.stop_reason) == (4, "SIGTERM")
+    assert trainer.checkpoint_manager.steps() == [3, 4]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_to_one_rank_stops_all_with_the_same_step(tmp_path, who):
+    in_group(stop_together, tmp_path / "c", who)
+
+
+class Refusing:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        if rank_here() == 1:
+            raise ValueError("not on rank 1")
+
+
+def refuse_to_resume(directory, how):
+    options = {"extra_state": {"picky": Refusing()}} if how == "object" else {}
+    shared_trainer(directory, every=2, **options).fit(2)
+    torch.distributed.barrier()
+    here = directory
+    if how == "directory" and rank_here() == 1:
+        here = directory / "another"
+    trainer = shared_trainer(here, exact_resume=True, **options)
+    before = copy.deepcopy(trainer.state_dict())
+    with pytest.raises(CheckpointError, match="rank 1" if rank_here() == 0 else ""):
+        trainer.resume()
+    same(trainer.state_dict(), before)
+
+
+@pytest.mark.parametrize("how", ["object", "directory"])
+def test_what_one_rank_cannot_resume_none_does(tmp_path, how):
+    in_group(refuse_to_resume, tmp_path / "c", how)
+
+
+def differ(directory):
+    trainer = shared_trainer(directory)
+    with pytest.raises(ValueError, match=r"max_steps is .* on rank"):
+        trainer.fit(2 + rank_here())
+    if rank_here() == 1:
+        trainer.checkpoint_manager = None
+    with pytest.raises(ValueError, match="saves every is"):
+        trainer.fit(2)
+    assert trainer.step == 0
+
+
+def test_ranks_that_are_to_do_different_things_do_not_begin(tmp_path):
+    in_group(differ, tmp_path / "c")
+
+
+def fit_without_wrapper(directory):
+    logged = []
+    ckpt.log.warning = lambda message, *args: logged.append(message % args)
+    loader = [(torch.ones(1),)]
+    weight_trainer(loader).fit(1)
+    assert len(logged) == 1
+    assert "each rank trains its own" in logged[0]
+    trainer = shared_trainer(directory)
+    trainer.fit(1)
+    assert len(logged) == 1
+
+
+def test_a_model_whose_gradients_nobody_averages_is_warned_about(tmp_path):
+    in_group(fit_without_wrapper, tmp_path)
+
+
+def accumulate():
+    """w moves by the mean of what all ranks see; they meet once in a window."""
+    meetings = []
+
+    def hook(state, bucket):
+        meetings.append(1)
+        future = torch.distributed.all_reduce(bucket.buffer() / 2, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    model = nn.parallel.DistributedDataParallel(Weight())
+    model.register_comm_hook(None, hook)
+    seen = [1.0, 2.0, 3.0, 4.0] if rank_here() == 0 else [5.0, 6.0, 7.0, 8.0]
+    loader = [(torch.tensor([value]),) for value in seen]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = Trainer(model, optimizer, loader, accumulation_steps=2)
+    trainer.fit(1)
+    assert float(model.module.w) == -3.5
+    assert len(meetings) == 1
+    trainer.fit(2)  # which begins the loader again
+    assert float(model.module.w) == -7.0
+    assert len(meetings) == 2
+
+
+def test_ranks_average_their_gradients_once_in_an_accumulation_window():
+    in_group(accumulate)
+
+
+def one_node(directory, report, die_at=None):
+    """Two processes that are one node of a team, in a loop of their own."""
+    torch.manual_seed(rank_here())
+    model = nn.parallel.DistributedDataParallel(Vector([1.0 + rank_here()]))  # rank 0's counts
+    node = node_of(directory, "b", model=model.module, inner_steps=2, blocking=True)
+    state = None
+    if (report / "state.pt").exists():
+        state = torch.load(report / "state.pt")
+        ckpt.load_model_state_dict(model, state["model"])
+    node.start()
+    if state is not None:
+        node.load_state_dict(state["node"])
+    weights = []
+    for _ in range(node.local_step, 6):
+        with torch.no_grad():
+            model.module.w -= 0.25
+        changed = node.after_optimizer_step(model, 1)
+        assert changed == (node.local_step % 2 == 0)
+        weights.append((node.local_step, node.outer_step, float(model.module.w.detach()[0])))
+        if rank_here() == 0:
+            torch.save({"model": model.state_dict(), "node": node.state_dict()}, report / "new.pt")
+            os.replace(report / "new.pt", report / "state.pt")
+        torch.distributed.barrier()
+        if node.local_step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    node.stop()
+    (report / f"{rank_here()}.json").write_text(json.dumps(weights))
+
+
+@pytest.mark.parametrize("die_at", [None, 3])
+def test_several_processes_are_one_node(tmp_path, die_at):
+    hub, report = tmp_path / "hub", tmp_path / "report"
+    report.mkdir()
+    options = {"blocking": True, "quorum": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+    master = node_of(hub, values=(8.0,), inner_steps=99, **options)
+    master.start()  # and does not train, so it is not counted
+    try:
+        if die_at:
+            in_group(one_node, hub, report, die_at, exitcodes=[-9, -9])
+        in_group(one_node, hub, report)
+    finally:
+        master.stop()
+    expected = [[1, 0, 7.75], [2, 1, 7.5], [3, 1, 7.25], [4, 2, 7.0], [5, 2, 6.75], [6, 3, 6.5]]
+    for rank in (0, 1):
+        assert json.loads((report / f"{rank}.json").read_text()) == expected[die_at or 0 :]
+    assert global_on(Hub(hub))["model"]["w"].tolist() == [6.5]
+    assert deltas_on(Hub(hub)) == []
+
+
+def misuse_a_node(directory):
+    model = Vector([1.0])
+    node = node_of(directory, "b", model=model)
+    kind = CheckpointError if rank_here() else RuntimeError
+    with pytest.raises(kind, match="call start"):
+        node.after_optimizer_step(model, 1)
+    with pytest.raises(CheckpointError, match="not the state"):
+        node.load_state_dict({})
+    node.start()
+    assert float(model.w[0]) == 1.0
+    node.stop()
+
+
+def test_what_rank_0_of_a_node_refuses_all_do(tmp_path):
+    in_group(misuse_a_node, tmp_path)
+
+
+def train_one_node(directory, hub, report, die_at=None):
+    node = None
+
+    def on_step(trainer, loss):
+        if trainer.step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = shared_trainer(directory, every=2, exact_resume=True, on_step=on_step)
+    node = node_of(hub, "b", model=trainer.model, inner_steps=2, blocking=True)
+    trainer.coordinator = node
+    trainer.resume()
+    trainer.fit(6)
+    torch.save(trainer.model.module.state_dict(), report / f"{rank_here()}.pt")
+
+
+def test_a_trainer_on_several_processes_is_one_node(tmp_path):
+    """Killed between two rounds, it ends with the very weights of a run in peace."""
+    found = {}
+    for name, die_at in {"whole": None, "broken": 3}.items():
+        report = tmp_path / name
+        report.mkdir()
+        options = {"blocking": True, "quorum": 1, "inner_steps": 99}
+        ckpt.seed_everything(5)
+        master = node_of(report / "hub", model=Loss(), **options)
+        master.start()
+        try:
+            if die_at:
+                in_group(
+                    train_one_node, report / "c", report / "hub", report, 3, exitcodes=[-9, -9]
+                )
+            in_group(train_one_node, report / "c", report / "hub", report)
+        finally:
+            master.stop()
+        first, second = reports(report)
+        same(first, second)
+        found[name] = first
+        assert global_on(Hub(report / "hub"))["applied"] == {"b": 3}
+    same(found["whole"], found["broken"])
+
+
+def sharded_models():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import distribute_module
+
+    yield distribute_module(Loss(), init_device_mesh("cpu", (1,))), "DTensor"
+    for original in (False, True):
+        cpu = torch.device("cpu")
+        sharded = FullyShardedDataParallel(Loss(), device_id=cpu, use_orig_params=original)
+        yield sharded, "FullyShardedDataParallel"
+
+
+def refuse_sharded(directory):
+    where = "torch.distributed.checkpoint"
+    for model, kind in sharded_models():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with pytest.raises(CheckpointError, match=f"is a {kind}.*{where}"):
+            ckpt.model_state_dict(model)
+        with pytest.raises(CheckpointError, match=where):
+            ckpt.load_model_state_dict(model, Loss().state_dict())
+        with pytest.raises(ValueError, match=where):
+            Trainer(model, optimizer, [])
+        with pytest.raises(ValueError, match=where):
+            DumbDiLoCo(model, directory, node_id="a")
+        if kind == "DTensor":
+            for background in (False, True):
+                manager = CheckpointManager(directory, background=background)
+                with pytest.raises(CheckpointError, match=f"model.net.0.weight is a D.*{where}"):
+                    manager.save(1, {"model": model.state_dict()})
+                manager.close()
+    assert listing(directory) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_models_are_for_torchs_own_checkpoints(tmp_path):
+    in_group(refuse_sharded, tmp_path, count=1)
+
+
+# --------------------------------------------------------------------------------------------------
 # The file and its README
 # --------------------------------------------------------------------------------------------------
 def sections():

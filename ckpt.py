@@ -48,6 +48,7 @@ import multiprocessing.util
 import operator
 import os
 import pickle
+import pprint
 import random
 import re
 import shutil
@@ -927,8 +928,7 @@ class CheckpointManager:
         except Exception as error:  # a damaged file makes torch.load raise almost anything
             message = f"{path} cannot be loaded ({error}); {_WAY_OUT}"
             if self.weights_only and isinstance(error, pickle.UnpicklingError):
-                message = f"{path} is damaged, or holds more than weights_only=True loads: set it"
-                message += " to False if you trust the file"
+                message = f"{path} is damaged, or takes weights_only=False to load: if you trust it"
             raise CheckpointError(message, path=path, step=step) from error
         if not isinstance(state, dict):
             message = f"{path} holds a {type(state).__name__}, not a state dictionary; {_WAY_OUT}"
@@ -1275,7 +1275,8 @@ class Trainer:
             log.warning("nothing to do: step is %d, max_steps %d", self.step, max_steps)
         if self.step < max_steps:
             with contextlib.ExitStack() as stack:
-                signals = _catch_signals(self.save_on_signal, stack)
+                grace = 0 if self._ranks.count == 1 else 2
+                signals = _catch_signals(self.save_on_signal, stack, grace)
                 self._start(stack, signals)
                 loss, reason = self._loop(max_steps, signals)
                 if self.save_final or reason in signal.Signals.__members__:
@@ -1824,14 +1825,24 @@ class _Ranks:
                 tensor.copy_(passed)
 
 
-def _catch_signals(numbers: list[signal.Signals], stack: contextlib.ExitStack) -> list[str]:
-    """The names of the signals that have come; what handled them before is put back later."""
+def _catch_signals(
+    numbers: list[signal.Signals], stack: contextlib.ExitStack, grace: float
+) -> list[str]:
+    """The names of the signals that have come; what handled them before is put back later.
+
+    A second one within ``grace`` seconds is the first once more, as when torchrun passes it on.
+    """
     received: list[str] = []
-    previous = {}
+    previous, came = {}, {}
 
     def handle(number: int, frame: Any) -> None:
-        received.append(signal.Signals(number).name)
-        signal.signal(number, previous[number])  # the next one acts as if we were not there
+        name = signal.Signals(number).name
+        if name not in received:
+            came[name] = time.monotonic()
+            received.append(name)
+        elif time.monotonic() - came[name] >= grace:  # it acts as if we were not there
+            signal.signal(number, previous[number])
+            signal.raise_signal(number)
 
     if numbers and threading.current_thread() is not threading.main_thread():
         log.warning("save_on_signal does nothing outside the main thread")
@@ -3383,3 +3394,186 @@ _LASTING = (
 )
 _LATER = object()
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+# ==================================================================================================
+# Command line
+# ==================================================================================================
+def main(argv: list[str] | None = None) -> int:
+    """``python ckpt.py ls|show|verify|hub …``; returns the exit status.
+
+    0: all is well; 1: a file is damaged; 2: it could not be done, for a reason given in one line.
+    No code from a file or a Hub is run.
+    """
+    parser = argparse.ArgumentParser(description="Look at checkpoints, and at a Hub.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(run: Callable, name: str, argument: str, what: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=what, description=what)
+        added.add_argument("place", metavar=argument)
+        added.set_defaults(run=run)
+        return added
+
+    ls = command(_list, "ls", "DIR", "list the checkpoints of a directory")
+    ls.add_argument("--verify", action="store_true", help="compare each with its checksums")
+    command(_show, "show", "FILE", "what is in a checkpoint (of a directory: in the latest)")
+    command(_verify, "verify", "DIR|FILE", "compare checkpoints with their checksums")
+    command(_show_hub, "hub", "URL", "the shared model, the nodes and their deltas")
+    args = parser.parse_args(argv)
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads it, as head does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # whatever it is, it becomes one line
+        text = str(error) or type(error).__name__
+        _say(f"{parser.prog}: {' '.join(text.split())}", file=sys.stderr)
+        return 2
+
+
+def _list(args: argparse.Namespace) -> int:
+    latest, rows, status = CheckpointManager(args.place).latest_path(), [], 0
+    for step, path in _checkpoints_in(Path(args.place)):
+        row = [str(step), path.name, *_size_and_age(path)]
+        if args.verify:
+            problem = _damage(path)
+            row.append(problem or "whole")
+            status = 1 if problem else status
+        rows.append([*row, "latest" if path == latest else ""])
+    titles = ["step", "file", "size", "age", *(["checksums"] if args.verify else []), ""]
+    _say_table([titles, *rows])
+    return status
+
+
+def _show(args: argparse.Namespace) -> int:
+    path = Path(args.place)
+    if path.is_dir():
+        path = _checkpoints_in(path) and CheckpointManager(path).latest_path()
+    path.stat()  # that it is not there is another error than damage
+    state = CheckpointManager(path.parent, weights_only=True)._load(path, mapped=True)
+    _say(f"{path}: {', '.join(_size_and_age(path))} old")
+    rows = [["tensor", "dtype", "shape", "size"]]
+    for key, value in state.items():
+        tensors = list(_named_tensors({key: value}))
+        if not tensors:
+            _say(f"{key}: {pprint.pformat(value, width=100)[:2000]}")
+        for name, tensor in tensors:
+            kind, shape = str(tensor.dtype).removeprefix("torch."), str(tuple(tensor.shape))
+            rows.append([name, kind, shape, _bytes(tensor.nbytes)])
+    _say_table(rows)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    path, status = Path(args.place), 0
+    for _, file in _checkpoints_in(path) if path.is_dir() else [(0, path)]:
+        problem = _damage(file)
+        _say(f"{file}: {problem or 'whole'}")
+        status = 1 if problem else status
+    return status
+
+
+def _show_hub(args: argparse.Namespace) -> int:
+    hub = Hub(args.place)
+    pointer, nodes, applied = _read_pointer(hub), hub.list("nodes"), {}
+    if pointer is None:
+        if not nodes:
+            raise CheckpointError(f"{hub.url} holds neither a shared model nor nodes")
+        _say(f"{hub.url}: no shared model yet")
+    else:
+        name = f"global/{pointer['file']}"
+        with hub._files.open(hub._path(name)) as file, zipfile.ZipFile(file) as archive:
+            record = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            applied = _Outline(io.BytesIO(archive.read(record))).load()["applied"]
+        what = f"{_bytes(hub.size(name))}, published {_age_on(hub, name)}"
+        _say(f"{hub.url}: version {pointer['outer_step']} of the shared model, {what}")
+    rows = [["node", "last delta", "", "sign of life"]]
+    for node in sorted({*nodes, *applied}):
+        names, last, where = hub.list(f"nodes/{node}"), applied.get(node, 0), "in the model"
+        newest = max(_deltas_in(names), default=0)
+        if newest > last:
+            name, last = f"nodes/{node}/{_delta_file(newest)}", newest
+            where = f"waits, {_bytes(hub.size(name))}, made {_age_on(hub, name)}"
+        life = _age_on(hub, f"nodes/{node}/{_ALIVE}") if _ALIVE in names else "has left"
+        rows.append([node, str(last or "none"), where if last else "", life])
+    _say_table(rows)
+    return 0
+
+
+class _Outline(pickle.Unpickler):
+    """A file without its tensors, which need not be read; nothing that it names is called."""
+
+    def find_class(self, module: str, name: str) -> Callable:
+        return lambda *_: {}
+
+    def persistent_load(self, storage: Any) -> None:
+        return None
+
+
+def _checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
+    manager = CheckpointManager(directory)
+    files = {path: step for step, path in manager._files().items()}
+    if (latest := manager.latest_path()) is not None:  # which may have a name of its own
+        files.setdefault(latest, manager._step_of(latest))
+    if not files:
+        raise CheckpointError(f"there is no checkpoint in {directory}")
+    return sorted((step, path) for path, step in files.items())
+
+
+def _damage(path: Path) -> str | None:
+    path.open("rb").close()  # a file that is not there, or not ours to read, is not damaged
+    try:
+        verify_checkpoint(path)
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{path} ").partition("; ")[0]
+    return None
+
+
+def _size_and_age(path: Path) -> tuple[str, str]:
+    found = path.stat()
+    return _bytes(found.st_size), _seconds(time.time() - found.st_mtime)
+
+
+def _age_on(hub: Hub, name: str) -> str:
+    try:
+        when = hub._files.modified(hub._path(name))
+    except (NotImplementedError, FileNotFoundError):
+        return "at an unknown time"
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=datetime.timezone.utc)
+    return f"{_seconds(time.time() - when.timestamp())} ago"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            break
+        count, unit = count / 1000, "TB"
+    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+
+
+def _seconds(count: float) -> str:
+    unit = "s"
+    for larger, size in {"min": 60, "h": 60, "d": 24}.items():
+        if count < 2 * size:
+            break
+        count, unit = count / size, larger
+    return f"{max(0, count):.0f} {unit}"
+
+
+def _say(text: str, file: Any = None) -> None:
+    """Print it, but nothing with which a file could play tricks on the terminal."""
+    print("".join(c if c.isprintable() or c == "\n" else "?" for c in text), file=file)
+
+
+def _say_table(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        _say("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6873,7 +6873,7 @@ def test_a_node_can_be_stopped_and_started_again(tmp_path):
         assert node.hub.list("nodes/a") in ([], [f"delta_{version:012}.pt"])
 
 
-def test_a_hub_over_s3(tmp_path, monkeypatch):
+def test_a_hub_over_s3(tmp_path, monkeypatch, capsys):
     """The protocol over the semantics of an object store: a whole run of two nodes."""
     moto = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
@@ -6905,6 +6905,10 @@ def test_a_hub_over_s3(tmp_path, monkeypatch):
         keys = [item["Key"] for item in client.list_objects_v2(Bucket="bucket")["Contents"]]
         assert all(re.fullmatch(r"some/run/(global|nodes)/[a-z0-9_./]+", key) for key in keys)
         assert len(keys) <= 1 + 3 + 2
+        assert ckpt.main(["hub", hub.url]) == 0
+        shown = capsys.readouterr().out
+        assert "version 3 of the shared model" in shown
+        assert re.search(r"n1 +3 +in the model", shown)
     finally:
         server.stop()
 
@@ -7212,6 +7216,26 @@ def test_a_signal_to_one_rank_stops_all_with_the_same_step(tmp_path, who):
     in_group(stop_together, tmp_path / "c", who)
 
 
+def stop_twice(directory, seconds):
+    """The launcher passes a signal on that each process of its job has got already."""
+
+    def on_step(trainer, loss):
+        if trainer.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = shared_trainer(directory, save_on_signal=[signal.SIGTERM], on_step=on_step)
+    assert trainer.fit(9).steps == 1
+
+
+def test_a_signal_that_comes_once_more_at_once_is_still_the_first(tmp_path):
+    in_group(stop_twice, tmp_path / "quick", 0.1)
+    assert CheckpointManager(tmp_path / "quick").steps() == [1]
+    in_group(stop_twice, tmp_path / "slow", 2.1, exitcodes=[-15, -15])
+    assert CheckpointManager(tmp_path / "slow").steps() == []
+
+
 class Refusing:
     def state_dict(self):
         return {}
@@ -7440,6 +7464,204 @@ def refuse_sharded(directory):
 @pytest.mark.filterwarnings("ignore")
 def test_sharded_models_are_for_torchs_own_checkpoints(tmp_path):
     in_group(refuse_sharded, tmp_path, count=1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line
+# --------------------------------------------------------------------------------------------------
+def run_main(capsys, *arguments):
+    """Exit status, lines on stdout, lines on stderr."""
+    status = ckpt.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return status, out.splitlines(), err.splitlines()
+
+
+def three_checkpoints(directory):
+    """Steps 1, 2 and 12, of which 2 is the latest."""
+    manager = CheckpointManager(directory)
+    for step in (1, 12, 2):
+        manager.save(step, {"step": step, "w": torch.arange(1000.0)})
+    return manager
+
+
+def test_ls_lists_what_is_there_and_marks_the_latest(tmp_path, capsys, warned):
+    manager = three_checkpoints(tmp_path)
+    hours = time.time() - 5 * 3600
+    os.utime(manager.path_for(1), (hours, hours))
+    status, out, err = run_main(capsys, "ls", tmp_path)
+    size = f"{manager.path_for(1).stat().st_size / 1000:.3g} kB"
+    assert (status, err) == (0, [])
+    assert [line.split() for line in out] == [
+        ["step", "file", "size", "age"],
+        ["1", "step_000000000001.pt", *size.split(), "5", "h"],
+        ["2", "step_000000000002.pt", *size.split(), "0", "s", "latest"],
+        ["12", "step_000000000012.pt", *size.split(), "0", "s"],
+    ]
+    assert len({line.index(size) for line in out[1:]}) == 1  # in columns
+
+
+def test_ls_verify_says_which_file_is_damaged_and_where(tmp_path, capsys, warned):
+    flip_in(three_checkpoints(tmp_path).path_for(2))
+    status, out, _ = run_main(capsys, "ls", tmp_path, "--verify")
+    assert status == 1
+    assert [("whole" in line, "data/0" in line) for line in out[1:]] == [
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
+
+
+def test_verify_of_a_directory_and_of_a_file(tmp_path, capsys, warned):
+    manager = three_checkpoints(tmp_path)
+    assert run_main(capsys, "verify", manager.path_for(2)) == (
+        0,
+        [f"{manager.path_for(2)}: whole"],
+        [],
+    )
+    flip_in(manager.path_for(12))
+    status, out, err = run_main(capsys, "verify", tmp_path)
+    assert (status, err) == (1, [])
+    assert out[:2] == [f"{manager.path_for(step)}: whole" for step in (1, 2)]
+    damage = "is damaged: record 'archive/data/0' is missing or fails its checksum"
+    assert out[2:] == [f"{manager.path_for(12)}: {damage}"]
+    assert run_main(capsys, "verify", manager.path_for(12))[:2] == (1, out[2:])
+    manager.path_for(1).write_bytes(b"")
+    assert run_main(capsys, "verify", manager.path_for(1))[0] == 1
+
+
+def test_show_names_every_tensor_and_prints_the_rest(tmp_path, capsys):
+    trainer = make(tmp_path, trainer={"config": {"lr": 0.05, "api_key": "k"}})
+    trainer.fit(1)
+    status, out, err = run_main(capsys, "show", trainer.checkpoint_manager.path_for(1))
+    assert (status, err) == (0, [])
+    lines = [line.split() for line in out]
+    assert "step: 1" in out
+    assert "samples: 2" in out
+    assert "config: {'api_key': '<redacted>', 'lr': 0.05}" in out
+    assert "precision: {'autocast_enabled': False, 'mode': 'fp32', 'use_scaler': False}" in out
+    assert "coordinator: None" in out
+    assert ["model.net.0.weight", "float32", "(4,", "3)", "48", "B"] in lines
+    assert ["optimizer.state.0.exp_avg", "float32", "(4,", "3)", "48", "B"] in lines
+    assert ["rng.torch", "uint8", "(5056,)", "5.06", "kB"] in lines
+    assert run_main(capsys, "show", tmp_path)[1] == out
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_show_takes_any_dict_of_tensors(tmp_path, capsys, legacy):
+    path, cycle = tmp_path / "a.pt", []
+    cycle.append(cycle)
+    state = {"w": torch.zeros(2, 2, dtype=torch.bfloat16), "\x1b[2Jclear": 1, "cycle": cycle}
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+    status, out, _ = run_main(capsys, "show", path)
+    assert status == 0
+    assert out[-1].split() == ["w", "bfloat16", "(2,", "2)", "8", "B"]
+    assert "?[2Jclear: 1" in out  # which would have cleared the screen
+
+
+def test_a_hub_at_a_glance(tmp_path, capsys, by_hand):
+    master, node = team_of_two(tmp_path / "hub", inner_steps=1)
+    for _ in range(2):
+        move(node, 0.5)
+        exchange(node, master, node)
+    move(node, 0.5)
+    exchange(node)
+    master.stop()
+    master._exchange.hub.delete("nodes/a/alive.json")  # as the thread does in the end
+    Hub(tmp_path / "hub").write("nodes/c/alive.json", b"{}")
+    status, out, err = run_main(capsys, "hub", tmp_path / "hub")
+    node.stop()
+    assert (status, err) == (0, [])
+    assert re.fullmatch(
+        r".*/hub: version 2 of the shared model, [0-9.]+ kB, published . s ago", out[0]
+    )
+    assert [
+        re.sub("[0-9.]+ kB", "kB", re.sub("[0-9] s", "s", line)).split() for line in out[1:]
+    ] == [
+        "node last delta sign of life".split(),
+        "a none has left".split(),
+        "b 3 waits, kB, made s ago s ago".split(),
+        "c none s ago".split(),
+    ]
+    exchange(master)
+    assert "b     3           in the model" in run_main(capsys, "hub", tmp_path / "hub")[1][3]
+
+
+def test_a_hub_of_a_model_that_does_not_fit_in_memory(tmp_path, capsys, by_hand, monkeypatch):
+    """The record is read, the tensors are not; and of what the file names nothing is called."""
+    master, _ = team_of_two(tmp_path, inner_steps=1)
+    exchange(master)
+    monkeypatch.setattr(torch, "load", None)
+    monkeypatch.setattr(Hub, "read", lambda *_: pytest.fail("read") if "pt" in _[1] else READ(*_))
+    assert run_main(capsys, "hub", tmp_path)[0] == 0
+    bomb = Marker(tmp_path / "marker")
+    torch.save({"applied": {}, "bomb": bomb}, tmp_path / "global" / "step_000000000000.pt")
+    assert run_main(capsys, "hub", tmp_path)[0] == 0
+    assert not (tmp_path / "marker").exists()
+
+
+READ = Hub.read
+
+
+def test_a_hub_without_a_shared_model(tmp_path, capsys):
+    Hub(tmp_path).write("nodes/b/alive.json", b"{}")
+    status, out, _ = run_main(capsys, "hub", tmp_path)
+    assert (status, out[0]) == (0, f"{tmp_path}: no shared model yet")
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "says"),
+    [
+        ("ls", None, "no checkpoint in"),
+        ("ls", "empty directory", "no checkpoint in"),
+        ("ls", b"a file", ""),
+        ("verify", None, "No such file"),
+        ("verify", "empty directory", "no checkpoint in"),
+        ("show", None, "No such file"),
+        ("show", "empty directory", "no checkpoint in"),
+        ("show", b"text", "cannot be loaded"),
+        ("show", "bomb", "weights_only=False"),
+        ("show", "tensor", "holds a Tensor"),
+        ("hub", None, "neither a shared model nor nodes"),
+        ("hub", "broken hub", "latest.json"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(tmp_path, capsys, warned, command, content, says):
+    place = tmp_path / "place"
+    if isinstance(content, bytes):
+        place.write_bytes(content)
+    elif content == "bomb":
+        torch.save({"bomb": Marker(tmp_path / "marker")}, place)
+    elif content == "tensor":
+        torch.save(torch.ones(1), place)
+    elif content is not None:
+        place.mkdir()
+    if content == "broken hub":
+        Hub(place).write("global/latest.json", b"[]\n\n")
+    status, out, err = run_main(capsys, command, place)
+    assert (status, out, len(err)) == (2, [], 1)
+    assert says in err[0]
+    assert str(place) in err[0] or content == "broken hub"
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["ls"], ["frobnicate", "x"], ["ls", "a", "b"]])
+def test_wrong_arguments_are_status_2(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        ckpt.main(arguments)
+    assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_the_file_is_a_program(tmp_path):
+    flip_in(three_checkpoints(tmp_path).path_for(2))
+    run = [sys.executable, "-W", "error", str(ROOT / "ckpt.py")]
+    done = subprocess.run([*run, "verify", tmp_path], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("whole")) == (1, 2)
+    assert done.stderr == ""
+    with subprocess.Popen([*run, "ls", tmp_path], stdout=-1, stderr=-1) as process:
+        process.stdout.close()  # as head does
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 # --------------------------------------------------------------------------------------------------

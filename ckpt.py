@@ -1270,7 +1270,7 @@ class Trainer:
         """
         max_steps, began = _check_int("max_steps", max_steps, 1), time.perf_counter()
         loss, reason = None, "max_steps"
-        self._check_ranks(max_steps)
+        self._check_alike(max_steps)
         if self.step > max_steps:
             log.warning("nothing to do: step is %d, max_steps %d", self.step, max_steps)
         if self.step < max_steps:
@@ -1303,12 +1303,12 @@ class Trainer:
         if state is None:
             if self.checkpoint_manager is None:
                 raise ValueError("resume() needs a state or a checkpoint_manager")
-            path, state = self._load_latest(fallback)
+            path, state = self._ranks.load_latest(self.checkpoint_manager, fallback)
             if state is None:
                 return False
             source = str(path)
         _check_type("state", state, dict)
-        state, notes = self._own_part(state)
+        state, notes = self._ranks.own_part(state)
         problems = self._compare(state)
         if problems:
             message = f"{source} does not fit this run:\n  " + "\n  ".join(problems)
@@ -1371,18 +1371,14 @@ class Trainer:
     def _ranks(self) -> _Ranks:
         return _Ranks()
 
-    def _check_ranks(self, max_steps: int) -> None:
+    def _check_alike(self, max_steps: int) -> None:
         """Ranks that are to do different things would wait for each other for ever."""
-        ours = {"step": self.step, "max_steps": max_steps, "save_final": self.save_final}
-        for name in ("accumulation_steps", "exact_resume", "save_on_signal"):
-            ours[name] = getattr(self, name)
         manager = self.checkpoint_manager
-        ours["saves every"] = manager.every_steps if manager and manager.enabled else None
-        for rank, theirs in enumerate(self._ranks.share(lambda: ours)):
-            if theirs != ours:
-                name = next(name for name in ours if theirs[name] != ours[name])
-                message = f"{name} is {theirs[name]!r} on rank {rank}, here it is {ours[name]!r}"
-                raise ValueError(f"ranks must not differ: {message}")
+        settings = {"step": self.step, "max_steps": max_steps}
+        settings["saves every"] = manager.every_steps if manager and manager.enabled else None
+        for name in ("accumulation_steps", "exact_resume", "save_final", "save_on_signal"):
+            settings[name] = getattr(self, name)
+        self._ranks.check_alike(settings)
         wrapped = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
         if self._ranks.count > 1 and not any(isinstance(m, wrapped) for m in self.model.modules()):
             log.warning("the model is not DistributedDataParallel: each rank trains its own")
@@ -1513,41 +1509,6 @@ class Trainer:
 
         self._ranks.share(write)
         self._saved_step = self.step
-
-    def _load_latest(self, fallback: bool) -> tuple[Path | None, dict | None]:
-        """The manager's latest checkpoint; of several processes the first says which that is."""
-        manager, first, found = self.checkpoint_manager, self._ranks.rank == 0, {}
-
-        def choose() -> str | None:
-            if first:
-                found["path"], found["state"] = manager._load_latest(fallback, mapped=True)
-            return found["path"].name if found.get("path") else None
-
-        def follow() -> None:
-            if not first and name is not None:
-                found["path"] = manager.directory / name
-                found["state"] = manager._load(found["path"], mapped=True)
-
-        name = self._ranks.share(choose)[0]
-        self._ranks.share(follow)
-        return found.get("path"), found.get("state")
-
-    def _own_part(self, state: dict) -> tuple[dict, list[str]]:
-        """``state`` as it concerns this rank, and a note if it is of more processes, or fewer."""
-        ranks, (rank, count) = state.get("ranks", [{}]), (self._ranks.rank, self._ranks.count)
-        if not isinstance(ranks, list) or not all(isinstance(of, Mapping) for of in ranks):
-            raise CheckpointError(f"ranks: not a list of dicts but {ranks!r:.80}")
-        own = {name: value for name, value in state.items() if name != "ranks"}
-        own |= ranks[rank] if rank < len(ranks) else {"rng": None}
-        if len(ranks) == count:
-            return own, []
-        for name in ("samples", "tokens"):  # so that the sum stays what it is
-            if isinstance(total := state.get(name), int):
-                own[name] = total // count + (rank < total % count)
-        if isinstance(own.get("data"), Mapping):
-            own["data"] = {"epoch": own["data"].get("epoch"), "batch": 0, "begin": None}
-        what = "random numbers are others, and the epoch begins again"
-        return own, [f"saved by {len(ranks)} processes, here are {count}: {what}"]
 
     def _parts(self) -> dict[str, Any]:
         """What has a state of its own; the optimizer after the scheduler, for its rates count."""
@@ -1814,6 +1775,51 @@ class _Ranks:
         numbers = torch.tensor([number])
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=self._group)
         return int(numbers)
+
+    def check_alike(self, settings: dict) -> None:
+        """ValueError that names the first one in which another rank differs."""
+        for rank, theirs in enumerate(self.share(lambda: settings)):
+            for name, ours in settings.items():
+                if theirs[name] != ours:
+                    message = f"it is {theirs[name]!r} on rank {rank}, here {ours!r}"
+                    raise ValueError(f"{name} must be the same on all ranks: {message}")
+
+    def load_latest(
+        self, manager: CheckpointManager, fallback: bool
+    ) -> tuple[Path | None, dict | None]:
+        """The manager's latest checkpoint, mapped; rank 0 says which one that is."""
+        found: list = [None, None]
+
+        def choose() -> str | None:
+            if self.rank == 0:
+                found[:] = manager._load_latest(fallback, mapped=True)
+            return found[0] and found[0].name
+
+        def follow() -> None:
+            if name is not None and self.rank > 0:
+                found[:] = path, manager._load(path, mapped=True)
+
+        name = self.share(choose)[0]
+        path = manager.directory / (name or "")
+        self.share(follow)
+        return tuple(found)
+
+    def own_part(self, state: dict) -> tuple[dict, list[str]]:
+        """``state`` as it concerns this rank, and a note if it is of more processes, or fewer."""
+        ranks, rank, count = state.get("ranks", [{}]), self.rank, self.count
+        if not isinstance(ranks, list) or not all(isinstance(part, Mapping) for part in ranks):
+            raise CheckpointError(f"ranks must be a list of dicts, got {ranks!r:.80}")
+        own = {name: value for name, value in state.items() if name != "ranks"}
+        own |= ranks[rank] if rank < len(ranks) else {"rng": None}
+        if len(ranks) == count:
+            return own, []
+        for name in ("samples", "tokens"):  # so that their sums stay what they are
+            if isinstance(total := state.get(name), int):
+                own[name] = total // count + (rank < total % count)
+        if isinstance(own.get("data"), Mapping):
+            own["data"] = {"epoch": own["data"].get("epoch"), "batch": 0, "begin": None}
+        what = "random numbers are others, and the epoch begins again"
+        return own, [f"saved by {len(ranks)} processes, here are {count}: {what}"]
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give ``tensors`` the values that they have on rank 0."""

@@ -1137,7 +1137,8 @@ class SyncCoordinator(Protocol):
     """What the trainer asks of an object that keeps several machines together.
 
     An attribute ``should_stop``, where there is one, is set to a callable before ``start``: it says
-    whether a signal asked the run to stop, and whatever waits has to ask it.
+    whether a signal asked the run to stop, and whatever waits has to ask it. Of several processes
+    each calls its own.
     """
 
     def start(self) -> None: ...
@@ -1187,6 +1188,11 @@ class Trainer:
     ``exact_resume``: go on with the next batch, not at the loader's beginning. ``save_final``: save
     at the end of ``fit`` too. ``save_on_signal``: signals upon which the step is finished and
     saved and ``fit`` returns; a DataLoader's workers outlive them too (not a forkserver's).
+
+    Where torch.distributed is initialized (``torchrun``), make it on each rank alike, around a
+    DistributedDataParallel. Rank 0 writes the file; each rank resumes with its own random numbers
+    and data position; what a save raises, all raise; a signal to one stops all. Losses, samples
+    and tokens are each rank's own.
 
     Bad arguments are a ValueError or TypeError. For one thread; signals need the main one.
     """
@@ -2232,7 +2238,8 @@ class DumbDiLoCo:
     that returns True (a trainer sets it). Blocking, the master has to be the last to leave.
     Parameters travel as fp32 under bare names. Float buffers are averaged, of others the largest
     values travel. Bad arguments are a ValueError or TypeError. Failures of the Hub are logged and
-    tried again. For one thread, which trains the model.
+    tried again. For one thread, which trains the model. The processes that torch.distributed has
+    joined are one node: each calls the same, rank 0 talks to the Hub, and all get its weights.
     """
 
     def __init__(

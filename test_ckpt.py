@@ -7734,6 +7734,10 @@ def run_readme(directory):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, "README.md", "exec"), space)
         assert printed.getvalue() == expected
+    commands = re.findall(r"^python ckpt\.py (.*?) *(?:#.*)?$", README, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"ls", "show", "verify", "hub"}
+    for command in commands:
+        assert ckpt.main(command.split()) == 0
 
 
 def test_the_code_in_the_readme_runs_as_it_stands(tmp_path):

@@ -3,6 +3,7 @@
     python examples/train_text.py                  # about a minute on two cores
     python examples/train_text.py --kill-at 170    # dies as in a power cut, right after step 170
     python examples/train_text.py                  # goes on from the last checkpoint
+    torchrun --nproc-per-node 2 examples/train_text.py    # the same on two GPUs, or two cores
 
 However often it is killed, it ends with the two lines that a run left in peace ends with (on one
 machine; a GPU may need torch.use_deterministic_algorithms for that). To begin again, delete the
@@ -10,6 +11,7 @@ folder --out or name another.
 """
 
 import argparse
+import functools
 import hashlib
 import math
 import os
@@ -20,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -52,8 +55,13 @@ def load_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_loader(rows: torch.Tensor) -> torch.utils.data.DataLoader:
-    dataset = torch.utils.data.TensorDataset(rows)
-    return torch.utils.data.DataLoader(dataset, batch_size=BATCH, shuffle=True, drop_last=True)
+    """Batches in random order; of several processes each takes its share of the rows."""
+    dataset, sampler = torch.utils.data.TensorDataset(rows), None
+    if dist.is_initialized():
+        sampler = torch.utils.data.DistributedSampler(dataset)
+    return torch.utils.data.DataLoader(
+        dataset, batch_size=BATCH, shuffle=sampler is None, sampler=sampler, drop_last=True
+    )
 
 
 # --- model ----------------------------------------------------------------------------------------
@@ -114,10 +122,10 @@ def make_scheduler(optimizer: torch.optim.Optimizer, steps: int):
 
 # --- looking at it --------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(model: nn.Module, rows: torch.Tensor) -> float:
-    """Nats per byte on 256 rows, the same ones each time."""
+def evaluate(model: nn.Module, rows: torch.Tensor, count: int = 256) -> float:
+    """Nats per byte on so many of the rows, the same ones each time."""
     device = next(model.parameters()).device
-    batches = rows[:: max(1, len(rows) // 256)][:256].split(BATCH)
+    batches = rows[:: max(1, len(rows) // count)][:count].split(BATCH)
     model.eval()
     losses = [model(batch.to(device)).item() for batch in batches]
     model.train()
@@ -151,7 +159,7 @@ class Progress:
 
 
 class Remembered:
-    """A number that the checkpoints keep: any object with these two methods can be in them."""
+    """A value that the checkpoints keep: any object with these two methods can be in them."""
 
     value = math.nan
 
@@ -163,6 +171,16 @@ class Remembered:
 
 
 # --- the run --------------------------------------------------------------------------------------
+def join_processes() -> int:
+    """This process's rank under torchrun, one for each GPU; without it 0."""
+    if "LOCAL_RANK" not in os.environ:
+        return 0
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return dist.get_rank()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=600, help="how long to train")
@@ -171,20 +189,26 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, help="die right after this step, before its save")
     args = parser.parse_args()
 
+    rank = join_processes()
+    say = functools.partial(print, flush=True) if rank == 0 else lambda *text: None
     ckpt.seed_everything(1)
     training, held_out = load_text()
     model = make_model()
+    together = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer = make_optimizer(model)
     first_loss = Remembered()
+    if rank > 0:
+        ckpt.seed_everything(1 + rank)  # each rank drops out other numbers
 
     def on_step(trainer: ckpt.Trainer, loss: torch.Tensor) -> None:
-        progress.show(trainer.step, loss)
+        if rank == 0:
+            progress.show(trainer.step, loss)
         if trainer.step == args.kill_at and not resumed:
-            print(f"\nkilled at step {trainer.step}: run it again, without --kill-at", flush=True)
+            say(f"\nkilled at step {trainer.step}: run it again, without --kill-at")
             os.kill(os.getpid(), signal.SIGKILL)
 
     trainer = ckpt.Trainer(
-        model,
+        together,
         optimizer,
         make_loader(training),
         scheduler=make_scheduler(optimizer, args.steps),
@@ -199,22 +223,23 @@ def main() -> None:
         save_on_signal=(signal.SIGTERM, signal.SIGINT),
     )
     resumed = trainer.resume()
-    if resumed:
-        print(f"resumed at step {trainer.step}", flush=True)
-    else:
-        print("starting fresh", flush=True)
+    say(f"resumed at step {trainer.step}" if resumed else "starting fresh")
+    if not resumed:
         first_loss.value = evaluate(model, held_out)
 
     if trainer.step >= args.steps:
-        print("nothing left to do: the run is complete")
+        say("nothing left to do: the run is complete")
     else:
         progress = Progress(trainer.step, args.steps)
         result = trainer.fit(args.steps)
         if result.steps < args.steps:
-            print(f"\n{result.stop_reason}: step {result.steps} is saved, run it again to go on")
-            return
-    print(f"held-out loss: {first_loss.value:.4f} -> {evaluate(model, held_out):.4f} nats per byte")
-    print(f"weights: {fingerprint(model)}")
+            say(f"\n{result.stop_reason}: step {result.steps} is saved, run it again to go on")
+    if trainer.step >= args.steps:
+        last_loss = evaluate(model, held_out)
+        say(f"held-out loss: {first_loss.value:.4f} -> {last_loss:.4f} nats per byte")
+        say(f"weights: {fingerprint(model)}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@
 Every row is a ratio of medians, limit / contender: 1.0 is as fast as the limit, 0.5 takes twice as
 long. Contenders run in processes of their own, in turns. Other libraries are measured where they
 are installed: safetensors, accelerate, lightning; torch.distributed.checkpoint comes with torch.
+Where matplotlib is installed, the ratios become a picture.
 """
 
 import argparse
+import io
 import itertools
 import os
 import platform
@@ -677,7 +679,7 @@ def measure(row, args):
 
 
 def table(row, args):
-    """The lines of one row: ratios to the limit, and memory where it matters."""
+    """The lines of one row, as line() takes them: ratios to the limit, memory where it matters."""
     what, against, _, promised, _, _ = ROWS[row]
     measured = measure(row, args)
     limit = statistics.median(seconds for seconds, _ in measured["limit"][1])
@@ -686,20 +688,69 @@ def table(row, args):
         medians = {n: statistics.median(s for s, _ in both[when]) for n, both in measured.items()}
         return {name: limit / seconds for name, seconds in medians.items()}
 
-    yield line(what, against, ratios(1), promised)
+    yield what, against, ratios(1), promised
     if row in ("stall", "resume"):
-        yield line("the same, first in a process", against, ratios(0), FIRST[row])
+        yield "the same, first in a process", against, ratios(0), FIRST[row]
     if row in MEMORY and sys.platform == "linux":
         bytes_ = {n: statistics.median(m for _, m in both[0]) for n, both in measured.items()}
         extra = {name: value / args.gb / 1e9 for name, value in bytes_.items()}
-        yield line("extra memory", "of the state", extra, MEMORY[row])
+        yield "extra memory", "of the state", extra, MEMORY[row]
 
 
 def line(what, against, values, promised):
-    ours, _ = values.pop("ours"), values.pop("limit")
-    others = ", ".join(f"{name} {values[name]:.2f}" for name in sorted(values))
+    others = ", ".join(f"{name} {values[name]:.2f}" for name in contenders(values))
     promise = "" if promised is None else f"{promised:.2f}"
-    return f"| {what} | {against} | {ours:.2f} | {promise} | {others} |"
+    return f"| {what} | {against} | {values['ours']:.2f} | {promise} | {others} |"
+
+
+def contenders(values):
+    return sorted(values.keys() - {"limit", "ours"})
+
+
+def draw(file, title, rows):
+    """The rows as bars: what reaches the line is as fast as the limit."""
+    try:
+        from matplotlib.figure import Figure
+        from PIL import Image  # comes with it
+    except ImportError:
+        print("For a picture of it: python -m pip install matplotlib")
+        return
+    ours, others, promises, labels, y = {}, {}, {}, {}, 0.0  # all by y, from the top
+    for what, against, values, promised in rows:
+        ours[y], labels[y] = values["ours"], f"{what} vs. {against}"
+        if promised is not None:
+            promises[y] = promised
+        for name in contenders(values):
+            y += 1
+            others[y], labels[y] = values[name], name
+        y += 1.7
+    figure = Figure(figsize=(8, 1.2 + 0.145 * y), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(ours.keys(), ours.values(), color="#0072b2", label="ckpt.py")
+    if others:
+        axes.barh(others.keys(), others.values(), 0.7, color="#b5c7d3", label="others")
+    axes.axvline(1, color="k", lw=1, label="as fast as the limit")
+    axes.plot(promises.values(), promises.keys(), "D", color="#e69f00", mec="k", label="promised")
+    for y, ratio in {**ours, **others}.items():
+        promise = promises.get(y, ratio)
+        end = promise if 0 < promise - ratio < 0.2 else ratio  # not on the marker
+        text = axes.annotate(f"{ratio:.2f}", (end, y), (6, 0), textcoords="offset points")
+        text.set(va="center", size=7.5, weight="bold" if y in ours else "normal")
+        text.set_bbox({"fc": "w", "ec": "none", "pad": 0.5})  # where it is on the line
+    axes.set_yticks([*labels], labels.values(), size=7.5)
+    for y, text in zip(labels, axes.get_yticklabels(), strict=True):
+        text.set_weight("bold" if y in ours else "normal")
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlabel("time of the limit / time measured: longer is faster")
+    figure.suptitle(title, size=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.open(drawn).convert("RGB").quantize().save(file, "PNG")  # a third of the bytes
+    print(f"The ratios are drawn in {file}")
 
 
 def import_cost(args):
@@ -720,13 +771,14 @@ def main():
     parser.add_argument("--steps", type=int, default=1000, help="of the trainer loop")
     parser.add_argument("--only", nargs="+", choices=[*ROWS, "import"], default=[*ROWS, "import"])
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--plot", type=Path, default=Path("runs/benchmark.png"), help="a PNG")
     parser.add_argument("--tensors", type=int, default=24, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.directory = args.directory.absolute()
     if args.child:
         return run_child(args)
-    lines = []
+    lines, pictured = [], []
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="benchmark-") as directory:
         for row in args.only:
             if row == "import":
@@ -736,13 +788,17 @@ def main():
             if row.startswith("small"):  # a weight, two moments and a step of each
                 row_args.gb, row_args.tensors = 0.24 * min(args.gb, 1), 5000
             for new in table(row, row_args):
-                print(new, file=sys.stderr, flush=True)
-                lines.append(new)
+                lines.append(line(*new))
+                print(lines[-1], file=sys.stderr, flush=True)
+                if new[0] != "extra memory":
+                    pictured.append(new)
     cpu = f"{os.cpu_count()} CPUs, {platform.system()}, torch {torch.__version__}"
     print(f"\n{args.gb:g} GB, {cpu}, {time.strftime('%Y-%m-%d')}: limit / contender\n")
     print("| what | the limit | ours | promised | others |\n| --- | --- | --- | --- | --- |")
     print(*lines, sep="\n")
     print("\nOf extra memory less is better. States under 1 GB and few rounds say little.")
+    if pictured:
+        draw(args.plot, f"{args.gb:g} GB of model and AdamW state, {cpu}", pictured)
     return None
 
 

@@ -9,11 +9,12 @@ First one process makes --warmup-steps with the whole text, then a master and th
 (diloco_node.py) go on from there, at different speeds. One worker dies on the way, as in a power
 cut, and is started again. In the end the shared model, as a newcomer gets it from the hub, is
 beside one machine that goes on alone from the same weights, for as many steps as each of the team,
-with the whole text.
+with the whole text. Where matplotlib is installed, the losses on the way become a picture.
 """
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import signal
@@ -24,9 +25,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
+
 # In your own repository ckpt.py lies next to the script, and this line is not needed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_text
+from diloco_node import SAMPLE
 
 import ckpt
 
@@ -135,15 +139,54 @@ def read_report(out: Path, name: str) -> dict:
     raise SystemExit(f"{name} was stopped before its end")
 
 
-def read_shared(hub: str, held_out) -> tuple[float, int]:
-    """Held-out loss and version of the shared model, got as any new node gets it."""
+def read_shared(hub: str) -> tuple[train_text.ByteTransformer, int]:
+    """The shared model and its version, got as any new node gets it."""
     model = train_text.make_model()
     reader = ckpt.DumbDiLoCo(model, hub, node_id="reader")
     reader.start()
     reader.stop()
     if not reader.outer_step:
         raise SystemExit(f"there is no shared model in {hub}")
-    return train_text.evaluate(model, held_out), reader.outer_step
+    return model, reader.outer_step
+
+
+def draw(file: Path, reports: dict[str, dict], shared: float, args: argparse.Namespace) -> None:
+    """The held-out losses of each process on the way, and that of the shared model."""
+    try:
+        from matplotlib.figure import Figure
+        from PIL import Image  # comes with it
+    except ImportError:
+        print("For a picture of the losses: python -m pip install matplotlib")
+        return
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    colors = ("k", "#0072b2", "#e69f00", "#009e73", "#cc79a7")
+    for (name, report), color, marker in zip(reports.items(), colors, "sov^D", strict=True):
+        steps, losses = zip(*report["history"], strict=True)
+        style, label = "--", "one machine alone, whole text"
+        if name in SPEEDS:
+            style, label = "-", f"{name}, +{1000 * SPEEDS[name] * args.slow:.0f} ms a step"
+        axes.plot(steps, losses, style, color=color, marker=marker, ms=5, label=label)
+        if name == DIES and 0 < args.kill_at <= args.steps:
+            at = args.kill_at, np.interp(args.kill_at, steps, losses)
+            axes.plot(*at, "X", color=color, mec="k", ms=11, label=f"{name} dies, and is restarted")
+    axes.axhline(shared, color="#d55e00", ls=":", lw=2.5, label="the shared model in the end")
+    mode = "in rounds" if args.blocking else "without waiting"
+    axes.set_title(
+        "Four nodes that share a folder, each with a quarter of the text\n"
+        f"{args.warmup_steps} common steps, then a delta every {args.inner_steps} steps, {mode}",
+        fontsize=11,
+    )
+    axes.set_xlabel("steps of each node after the common start")
+    axes.set_ylabel(f"held-out loss on {SAMPLE} rows (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.open(drawn).convert("RGB").quantize().save(file, "PNG")  # a third of the bytes
+    print(f"The losses on the way are drawn in {file}")
 
 
 def run(out: Path, args: argparse.Namespace) -> None:
@@ -160,7 +203,9 @@ def run(out: Path, args: argparse.Namespace) -> None:
     began = time.monotonic()
     reports = train_together(out, hub, [*common, "--poll", args.poll], args)
     elapsed = time.monotonic() - began
-    shared, versions = read_shared(hub, train_text.load_text()[1])
+    model, versions = read_shared(hub)
+    held_out = train_text.load_text()[1]
+    shared = train_text.evaluate(model, held_out)
 
     print(f"\nThe team took {elapsed:.0f} s. Bytes that went over the wire, by node:")
     for name, report in reports.items():
@@ -175,6 +220,9 @@ def run(out: Path, args: argparse.Namespace) -> None:
     print(f"  one machine alone, {args.steps:>4} steps   {alone['loss']:.4f}")
     mode = "in rounds" if args.blocking else "without waiting"
     print(f"  the shared model                {shared:.4f}  ({mode}, {args.steps} steps a node)")
+    file = Path(args.plot or Path(args.out or "runs") / "diloco_local.png")
+    sample = train_text.evaluate(model, held_out, SAMPLE)  # the rows that the curves are about
+    draw(file, {"alone": alone, **reports}, sample, args)
 
 
 def main() -> None:
@@ -190,6 +238,7 @@ def main() -> None:
     parser.add_argument("--poll", type=float, default=0.3, help="seconds between looks at the hub")
     parser.add_argument("--hub", help="a folder or a URL that fsspec opens; OUT/hub if not given")
     parser.add_argument("--out", help="folder of all checkpoints; a temporary one if not given")
+    parser.add_argument("--plot", help="a PNG; if not given OUT/diloco_local.png, or in runs")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if args.kill_at is None:  # halfway, between two checkpoints

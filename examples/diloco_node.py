@@ -25,6 +25,8 @@ import train_text
 
 import ckpt
 
+SAMPLE = 64  # held-out rows that are looked at on the way: a quarter of those at the end
+
 
 class CountingHub(ckpt.Hub):
     """A Hub that counts what goes over the wire; up to the last checkpoint, if it is killed."""
@@ -126,6 +128,8 @@ def main() -> None:
             raise SystemExit(f"--init: there is no checkpoint in {args.init}")
         ckpt.load_model_state_dict(model, state["model"])
     optimizer = train_text.make_optimizer(model)
+    history = train_text.Remembered()
+    history.value = []  # [step, held-out loss] at the start, each inner_steps, and the end
 
     hub = coordinator = None
     if args.hub:
@@ -140,8 +144,13 @@ def main() -> None:
             blocking=args.blocking,
         )
 
+    def look(step: int) -> None:
+        history.value.append([step, train_text.evaluate(model, held_out, SAMPLE)])
+
     def on_step(trainer: ckpt.Trainer, loss: torch.Tensor) -> None:
         progress.show(trainer.step, loss)
+        if trainer.step % args.inner_steps == 0 or trainer.step == args.steps:
+            look(trainer.step)
         time.sleep(args.slow)
         if trainer.step == args.kill_at and not resumed:
             print(f"killed at step {trainer.step}", flush=True)
@@ -157,13 +166,15 @@ def main() -> None:
         checkpoint_manager=ckpt.CheckpointManager(out, every_steps=args.inner_steps),
         coordinator=coordinator,
         on_step=on_step,
-        extra_state={"traffic": hub} if hub else None,
+        extra_state={"history": history} | ({"traffic": hub} if hub else {}),
         exact_resume=True,
         save_final=True,
         save_on_signal=(signal.SIGTERM, signal.SIGINT),
     )
     resumed = trainer.resume()
     print(f"resumed at step {trainer.step}" if resumed else "starting fresh", flush=True)
+    if not resumed:
+        look(0)
     if hub and args.role == "worker" and not resumed:
         wait_for_model(ckpt.Hub(args.hub), args.poll)
 
@@ -179,7 +190,7 @@ def main() -> None:
         coordinator.stop()
     loss = train_text.evaluate(model, held_out)
     print(f"held-out loss of its own model: {loss:.4f} nats per byte", flush=True)
-    report = {"steps": trainer.step, "loss": loss}
+    report = {"steps": trainer.step, "loss": loss, "history": history.value}
     if coordinator:
         if args.role == "master":
             serve(coordinator, ckpt.Hub(args.hub))  # not the hub that counts

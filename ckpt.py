@@ -1348,7 +1348,7 @@ class Trainer:
         ranks = self._ranks.share(of_this_rank)
         if len(ranks) > 1:
             sums = {name: sum(of[name] for of in ranks) for name in ("samples", "tokens")}
-            state.update(ranks[0] | sums | {"ranks": ranks})
+            state.update(sums, ranks=ranks)
         return state
 
     def _state(self) -> dict:
@@ -1747,6 +1747,9 @@ class _Batches:
 class _Ranks:
     """The processes that torch.distributed has joined, which call the same; or just this one."""
 
+    # What was passed last: had gloo's thread to free it as torch ends, both might wait for ever.
+    _passed: list[torch.Tensor]
+
     def __init__(self) -> None:
         dist, self.rank, self.count = torch.distributed, 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -1763,12 +1766,16 @@ class _Ranks:
             failure, outcome = None, pickle.dumps((None, work()))
         except Exception as error:
             failure, outcome = error, pickle.dumps((repr(error), None))
-        outcomes: list = [None] * self.count
-        torch.distributed.all_gather_object(outcomes, outcome, group=self._group)
+        ours = torch.zeros(self.highest(len(outcome)), dtype=torch.uint8)
+        ours[: len(outcome)] = torch.frombuffer(bytearray(outcome), dtype=torch.uint8)
+        every = [torch.empty_like(ours) for _ in range(self.count)]
+        torch.distributed.all_gather(every, ours, group=self._group)
+        _Ranks._passed = [*every, ours]
         if failure is not None:
             raise failure
         results = []
-        for rank, (failed, result) in enumerate(map(pickle.loads, outcomes)):
+        for rank, passed in enumerate(every):
+            failed, result = pickle.loads(passed.numpy())  # which ends before the zeros do
             if failed:
                 raise CheckpointError(f"rank {rank} failed: {failed}")
             results.append(result)
@@ -1780,6 +1787,7 @@ class _Ranks:
             return number
         numbers = torch.tensor([number])
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=self._group)
+        _Ranks._passed = [numbers]
         return int(numbers)
 
     def check_alike(self, settings: dict) -> None:
@@ -1833,6 +1841,7 @@ class _Ranks:
             passed = tensor.detach().to("cpu").contiguous()
             data = passed.reshape(-1).view(torch.uint8)  # gloo does not know every dtype
             torch.distributed.broadcast(data, 0, group=self._group)
+            _Ranks._passed = [data]
             if self.rank > 0 and passed.data_ptr() != tensor.data_ptr():
                 tensor.copy_(passed)
 

@@ -18,17 +18,16 @@
     trainer = Trainer(model, optimizer, loader, checkpoint_manager=manager, exact_resume=True)
     trainer.resume()        # False at the first start
     trainer.fit(10_000)     # kill it whenever you like, run the script again
-
-In a loop of your own:
-
+    # or, in a loop of your own:
     if state := manager.load_latest():  # None at the first start
         load_model_state_dict(model, state["model"]), ..., restore_rng_state(state["rng"])
     if manager.should_save(step):
         manager.save(step, {"model": model_state_dict(model), ..., "rng": capture_rng_state()})
 
 Sections, each using only those above it: errors, atomic files, RNG, model and optimizer state,
-manager, trainer, DumbDiLoCo, command line (python ckpt.py -h). Cut the file at any banner (and
-__all__ with it): what is above still works."""
+manager, trainer, DumbDiLoCo, command line. Cut the file at any banner (__all__ too): what is above
+still works. In a terminal: python ckpt.py -h
+"""
 
 from __future__ import annotations
 
@@ -205,7 +204,8 @@ def _write_atomically(
     _make_directory(path.parent, fsync)
     handled = sys.exc_info()[1]  # what the caller may be in the middle of: not about this file
     temporary, owner = str(path.with_name(f".{path.name}.tmp-{os.getpid()}")), object()
-    while _in_use.setdefault(temporary, owner) is not owner:  # another thread writes the same file
+    # setdefault is one step, so of two threads that write the same file one gets another name.
+    while _in_use.setdefault(temporary, owner) is not owner:
         temporary += "0"
     try:
         with io.BufferedWriter(_EagerFile(temporary, fsync), 1 << 20) as file:
@@ -361,11 +361,12 @@ def restore_rng_state(state: Mapping, *, strict: bool = False) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch (all devices). ``seed``: 0 <= int < 2**32, else ValueError."""
-    if _check_int("seed", seed, 0) >= 2**32:
+    number = _check_int("seed", seed, 0)
+    if number >= 2**32:
         raise ValueError(f"seed must be below 2**32, got {seed!r}")
-    random.seed(int(seed))
-    np.random.seed(int(seed))
-    torch.manual_seed(int(seed))
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
 
 
 def _restore_python(state: tuple) -> None:
@@ -406,7 +407,7 @@ def model_state_dict(model: torch.nn.Module) -> dict:
     CheckpointError for one that is spread over several processes (FSDP, DTensor).
     """
     _check_whole(model)
-    state, bare_name = model.state_dict(), _bare_names(model)
+    state, bare_name = model.state_dict(), _bare_namer(model)
     bare = OrderedDict((bare_name(name), value) for name, value in state.items())
     if hasattr(state, "_metadata"):  # module versions, which load_state_dict may ask for
         bare._metadata = OrderedDict((bare_name(n), v) for n, v in state._metadata.items())
@@ -423,6 +424,7 @@ def load_model_state_dict(model: torch.nn.Module, state: Mapping) -> None:
     """
     _check_type("state", state, Mapping)
     _check_whole(model)
+    _check_whole(state)
     fitted, problems = _fit(model, state)
     if problems:
         raise CheckpointError("the state does not fit the model:\n  " + "\n  ".join(problems))
@@ -434,11 +436,13 @@ def load_model_state_dict(model: torch.nn.Module, state: Mapping) -> None:
 
 def _check_whole(held: Any, error: type[Exception] = CheckpointError) -> None:
     """Raise ``error`` if of a model or a state this process has only its part (FSDP, DTensor)."""
-    is_model = isinstance(held, torch.nn.Module)
-    parts = (*held.named_modules(), *held.named_parameters()) if is_model else _named_tensors(held)
+    parts = _named_tensors(held)
+    if isinstance(held, torch.nn.Module):
+        parts = (*held.named_modules(), *held.named_parameters(), *held.named_buffers())
     for name, part in parts:
         kind = type(part)
-        if kind.__module__.startswith("torch.distributed."):
+        where = "torch.distributed" + (".fsdp" if isinstance(part, torch.nn.Module) else "")
+        if kind.__module__.startswith(f"{where}."):
             what = f"{name or 'the model'} is a {kind.__name__}, of which each process has a part"
             raise error(f"{what}: such a model is for torch.distributed.checkpoint")
 
@@ -457,7 +461,7 @@ def _named_tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             left.extend(reversed(inner))
 
 
-def _bare_names(model: torch.nn.Module) -> Callable[[str], str]:
+def _bare_namer(model: torch.nn.Module) -> Callable[[str], str]:
     wrapped = any(map(_wrapped_child, model.modules()))
     return functools.partial(_bare_name, model) if wrapped else str
 
@@ -471,11 +475,6 @@ def _bare_name(model: torch.nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def _unwrapped(name: Any) -> str:
-    """The name without the parts that a wrapper may have put in, where only names are known."""
-    return ".".join(part for part in str(name).split(".") if part not in ("_orig_mod", "module"))
-
-
 def _wrapped_child(module: Any) -> str | None:
     """The attribute under which a wrapper holds the module that it wraps."""
     if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
@@ -487,17 +486,14 @@ def _wrapped_child(module: Any) -> str | None:
 def _fit(model: torch.nn.Module, state: Mapping) -> tuple[dict, list[str]]:
     """``state`` under the names that ``model.load_state_dict`` expects, and all that differs."""
     own = model.state_dict()
-    bare_name = _bare_names(model)
+    bare_name = _bare_namer(model)
     live = {bare_name(name): name for name in own}
     saved = dict(zip(_saved_names(state, live), state.values(), strict=True))
     problems = [f"missing: {name}" for name in sorted(live.keys() - saved.keys())]
     problems += [f"unexpected: {name}" for name in sorted(saved.keys() - live.keys())]
     # Where a module loads its state in its own way (fake quantization resizes buffers), let it.
-    own_way = {
-        prefix
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if _loads_in_its_own_way(module)
-    }
+    modules = model.named_modules(remove_duplicate=False)
+    own_way = {prefix for prefix, module in modules if _loads_in_its_own_way(module)}
     for name in sorted(live.keys() & saved.keys()):
         mine, theirs = own[live[name]], saved[name]
         if not isinstance(mine, torch.Tensor) or torch.nn.parameter.is_lazy(mine):
@@ -525,10 +521,15 @@ def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
     return not module._load_from_state_dict.__module__.startswith("torch.nn.")
 
 
+def _unwrapped(name: Any, wrappers: Iterable[str] = ("_orig_mod", "module")) -> str:
+    """The name without the parts that a wrapper may have put in, where only names are known."""
+    return ".".join(part for part in str(name).split(".") if part not in wrappers)
+
+
 def _saved_names(state: Mapping, live: Mapping) -> list[str]:
     """The keys of ``state`` under the bare names in ``live``, as far as they can be told apart."""
     raw = list(map(str, state))
-    plain = [".".join(part for part in name.split(".") if part != "_orig_mod") for name in raw]
+    plain = [_unwrapped(name, ["_orig_mod"]) for name in raw]
     outer = [name.removeprefix("module.") for name in plain]
     # Wrapped further in (model.generator = DDP(…)): drop "module" where that leaves no doubt.
     short: dict[str, str | None] = {}
@@ -654,11 +655,14 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 _HUGE = 1 << 22  # bytes from which on NumPy asks for huge pages
 
 
-def _new_buffer(size: int) -> torch.Tensor:
+def _new_buffer(size: int, pinned: bool = False) -> torch.Tensor:
     """``size`` bytes that begin at a multiple of 64, as torch's own do.
 
     From NumPy, which asks Linux for huge pages: to touch them first takes a fraction of the time.
+    ``pinned``: in memory that a GPU copies to fast.
     """
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     memory = np.empty(size + 63, np.uint8)
     start = -memory.ctypes.data % 64
     return torch.from_numpy(memory[start : start + size])
@@ -702,7 +706,7 @@ class CheckpointManager:
         self.enabled, self.fsync, self.background = enabled, fsync, background
         self.weights_only = weights_only
         self._writing: _Writing | None = None  # the write in flight
-        self._failed: tuple[int, Path, BaseException] | None = None  # what became of the last one
+        self._failed: tuple[int, BaseException] | None = None  # what became of the last one
         self._snapshot = _Snapshot()
         self._rewound = False  # whether the last save was below the newest: warned about once
 
@@ -726,25 +730,24 @@ class CheckpointManager:
         save, wait, close or copy_to, in place of its work.
         """
         step = _check_int("step", step, 0)
-        path = self.path_for(step)
         _check_whole(state)
         self.wait()
         if self.background and threading.main_thread().is_alive():
             copied = self._snapshot.take(state)
-            self._writing = _Writing(lambda: self._write_behind(step, path, copied))
+            self._writing = _Writing(lambda: self._write_behind(step, copied))
             self._writing.thread.start()
         else:  # at the interpreter's end nobody would wait for a new thread
-            self._write(step, path, state)
-        return path
+            self._write(step, state)
+        return self.path_for(step)
 
     def wait(self) -> None:
         """Until nothing is being written any more. CheckpointError when the write has failed."""
         self._join()
         if self._failed is not None:
-            (step, path, error), self._failed = self._failed, None
+            (step, error), self._failed = self._failed, None
             message = f"the background save of step {step} failed: {error}; the checkpoint before"
             message += " it is good, and what this call is for has not been done"
-            raise CheckpointError(message, path=path, step=step) from error
+            raise CheckpointError(message, path=self.path_for(step), step=step) from error
 
     def close(self) -> None:
         """:meth:`wait`, and free the memory of background saves. (A later save is no error.)"""
@@ -815,14 +818,15 @@ class CheckpointManager:
             self._writing.join()
             self._writing = None
 
-    def _write_behind(self, step: int, path: Path, state: _Pickled) -> None:
+    def _write_behind(self, step: int, state: _Pickled) -> None:
         try:
-            self._write(step, path, state)
+            self._write(step, state)
         except BaseException as error:  # for wait() to raise
             log.error("the background save of step %d failed: %r", step, error)
-            self._failed = step, path, error
+            self._failed = step, error
 
-    def _write(self, step: int, path: Path, state: dict | _Pickled) -> None:
+    def _write(self, step: int, state: dict | _Pickled) -> None:
+        path = self.path_for(step)
         existed = path.exists()
         pointer = {"step": step, "file": path.name}
         try:
@@ -843,22 +847,18 @@ class CheckpointManager:
         self._sweep(path)
 
     def _latest(self) -> Path | None:
-        pointed = self._pointed()
-        if pointed is None:
-            files = self._files()
-            return files[max(files)] if files else None
-        return pointed
+        if (pointed := self._pointed()) is not None:
+            return pointed
+        files = self._files()
+        return files[max(files)] if files else None
 
     def _prune(self) -> None:
         latest, files = self._latest(), self._files()
         if latest is None or self.keep_last is None:
             return
-        top = self._step_of(latest)
-        counted = [
-            step
-            for step in sorted(files)
-            if step <= top and not (self.keep_every and step % self.keep_every == 0)
-        ]
+        top, every = self._step_of(latest), self.keep_every
+        past = [step for step in sorted(files) if step <= top]
+        counted = [step for step in past if not (every and step % every == 0)]
         for step in counted[: -self.keep_last]:
             _remove(files[step])
 
@@ -894,9 +894,8 @@ class CheckpointManager:
                     continue
                 if not fallback:
                     raise
-                log.warning(
-                    "trying an older checkpoint: %s", str(error)
-                )  # whose traceback holds us
+                # As text: the error's traceback holds us, and who keeps the record would hold that.
+                log.warning("trying an older checkpoint: %s", str(error))
                 failed.append(path)
         if failed:
             names = ", ".join(path.name for path in failed)
@@ -953,7 +952,10 @@ class CheckpointManager:
             return None
 
     def _finished(self, path: Path) -> bool:
-        """Whether it is a file of this directory, not a link out of it. Such names are whole."""
+        """Whether it is a file of this directory, not a link out of it.
+
+        It is whole then: a name of this form appears by a rename only.
+        """
         if not os.path.isfile(path):
             return False
         return not path.is_symlink() or path.resolve().parent == self.directory.resolve()
@@ -988,10 +990,28 @@ class CheckpointManager:
             newest = saved.stat().st_mtime
             for path in self.directory.iterdir():
                 match = _TEMPORARY.fullmatch(path.name)
-                if not match or path.name in map(os.path.basename, _in_use):
+                if not match or path.name in map(os.path.basename, list(_in_use)):
                     continue
-                if not _alive(int(match[1])) and path.stat().st_mtime <= newest - 60:
+                if not _is_running(int(match[1])) and path.stat().st_mtime <= newest - 60:
                     _remove(path)
+
+
+_POINTER = "latest.json"
+_STEP_FILE = re.compile(r"step_([0-9]+)\.pt")
+_TEMPORARY = re.compile(r"\..+\.(?:pt|json)\.tmp-([0-9]+)")
+
+
+def _is_running(pid: int) -> bool:
+    """Whether another process of this number runs here."""
+    if pid == os.getpid() or os.name == "nt":  # there kill() kills; open files cannot be removed
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class _Writing:
@@ -1020,38 +1040,37 @@ class _Writing:
 
 
 class _Snapshot:
-    """Copies of states, in memory that is kept: to touch it first takes longer than to copy."""
+    """Copies of states, in memory that is kept: to touch it first takes longer than to copy.
+
+    ``take`` pickles the state and copies each storage that the pickle names (_TensorPickler); the
+    thread has torch.save write the two (_Pickled, through _Prepared), as it writes a live state.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, bool], list[torch.Tensor]] = {}  # by size, and if pinned
-        self._spare: dict[tuple[int, bool], list[torch.Tensor]] = {}
 
     def take(self, state: Any) -> _Pickled:
         """``state`` as it is now; its tensors hold until the next one is taken."""
-        self._spare, self._buffers = self._buffers, defaultdict(list)
+        spare, self._buffers = self._buffers, defaultdict(list)
         pickled = io.BytesIO()
-        pickler = _TensorPickler(pickled, self._copy)
+        pickler = _TensorPickler(pickled, functools.partial(self._copy, spare))
         try:
             pickler.dump(state)
         except BaseException:
             self._buffers = {}  # they may be as odd as what has failed
             raise
-        finally:
-            self._spare = {}
         for device in {live.device for live in pickler.live if live.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
         return _Pickled(pickled.getvalue(), pickler.copies)
 
-    def _copy(self, live: torch.UntypedStorage) -> torch.UntypedStorage:
+    def _copy(self, spare: dict, live: torch.UntypedStorage) -> torch.UntypedStorage:
         cuda, size = live.device.type == "cuda", live.nbytes()
         if live.device.type not in ("cpu", "cuda"):
             return live.cpu()
-        if self._spare.get((size, cuda)):
-            buffer = self._spare[size, cuda].pop()
-        elif cuda:
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        if spare.get((size, cuda)):
+            buffer = spare[size, cuda].pop()
         else:
-            buffer = _new_buffer(size)
+            buffer = _new_buffer(size, pinned=cuda)
         self._buffers[size, cuda].append(buffer)
         source = torch.empty(0, dtype=torch.uint8, device=live.device).set_(live)
         if cuda:
@@ -1097,11 +1116,11 @@ class _Pickled:
     storages: list[torch.UntypedStorage]
 
     def save(self, file: BinaryIO) -> None:
-        torch.save(self, file, pickle_module=types.SimpleNamespace(__name__="", Pickler=_Replay))
+        torch.save(self, file, pickle_module=types.SimpleNamespace(__name__="", Pickler=_Prepared))
 
 
-class _Replay:
-    """In place of a pickler: gives torch.save the storages, and the pickle that was made before."""
+class _Prepared:
+    """In place of torch.save's pickler: hands it the storages, and the pickle made before."""
 
     def __init__(self, file: BinaryIO, protocol: int):
         self._file = file
@@ -1110,24 +1129,6 @@ class _Replay:
         for storage in state.storages:
             self.persistent_id(storage)  # which torch.save has added
         self._file.write(state.pickle)
-
-
-_POINTER = "latest.json"
-_STEP_FILE = re.compile(r"step_([0-9]+)\.pt")
-_TEMPORARY = re.compile(r"\..+\.(?:pt|json)\.tmp-([0-9]+)")
-
-
-def _alive(pid: int) -> bool:
-    """Whether another process of this number runs here."""
-    if pid == os.getpid() or os.name == "nt":  # there kill() kills; open files cannot be removed
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 # ==================================================================================================
@@ -1234,10 +1235,6 @@ class Trainer:
             raise ValueError("scheduler: ReduceLROnPlateau needs a metric, step it in on_step")
         if checkpoint_manager is None and (save_final or save_on_signal):
             raise ValueError("save_final and save_on_signal need a checkpoint_manager, got None")
-        extra = {f"extra {name}": part for name, part in (extra_state or {}).items()}
-        for name, part in {"scheduler": scheduler, **extra}.items():
-            if part is not None and not _is_stateful(part):
-                raise TypeError(f"{name} needs state_dict and load_state_dict, got {part!r}")
         self.model, self.optimizer = model, optimizer
         self.device = _device_of(model, device)
         self.precision = _plan_precision(precision, self.device)
@@ -1247,6 +1244,9 @@ class Trainer:
         self.checkpoint_manager, self.coordinator = checkpoint_manager, coordinator
         self.config = None if config is None else _public_config(config)
         self.extra_state = dict(extra_state or {})
+        for name, part in self._parts().items():
+            if not _is_stateful(part):
+                raise TypeError(f"{name} needs state_dict and load_state_dict, got {part!r}")
         self.exact_resume, self.save_final = exact_resume, save_final
         self.save_on_signal = [_check_signal(number) for number in save_on_signal]
         self.step = self.samples = 0
@@ -1254,6 +1254,7 @@ class Trainer:
         self._saved_step: int | None = None  # the step that the manager's latest file holds
         self._scaler: torch.amp.GradScaler | None = None
         self._deferred: dict[str, Any] = {}  # what fit() will load: scaler, coordinator, rng
+        self._joined: _Ranks | None = None
         self._batches = _Batches(dataloader, exact_resume, self.save_on_signal)
         if device is not None:
             model.to(self.device)
@@ -1285,10 +1286,13 @@ class Trainer:
                 signals = _catch_signals(self.save_on_signal, stack, grace)
                 self._start(stack, signals)
                 loss, reason = self._loop(max_steps, signals)
-                if self.save_final or reason in signal.Signals.__members__:
-                    self._save(self.step > 0 and self.step != self._saved_step)
+                ends = self.save_final or reason in signal.Signals.__members__
+                if ends and self.step > 0 and self.step != self._saved_step:
+                    self._save()
                 if self.checkpoint_manager is not None:
                     self._ranks.share(self.checkpoint_manager.wait)
+                if reason in signal.Signals.__members__:
+                    time.sleep(grace)  # till it has reached this process, too
         final_loss = None if loss is None else float(loss)
         elapsed = time.perf_counter() - began
         return TrainResult(self.step, self.samples, self.tokens, final_loss, elapsed, reason)
@@ -1313,13 +1317,7 @@ class Trainer:
             if state is None:
                 return False
             source = str(path)
-        _check_type("state", state, dict)
-        state, notes = self._ranks.own_part(state)
-        problems = self._compare(state)
-        if problems:
-            message = f"{source} does not fit this run:\n  " + "\n  ".join(problems)
-            raise CheckpointError(message, path=path)
-        notes += self._notes(state)
+        state, notes = self._ranks.each(lambda: self._check(state, source, path))
         if notes and self._ranks.rank == 0:
             log.warning("%s differs from this run: %s", source, "; ".join(notes))
         try:
@@ -1373,9 +1371,10 @@ class Trainer:
         state["rng"] = self._deferred.get("rng") or capture_rng_state()
         return state
 
-    @functools.cached_property
+    @property
     def _ranks(self) -> _Ranks:
-        return _Ranks()
+        self._joined = _Ranks.now(self._joined)
+        return self._joined
 
     def _check_alike(self, max_steps: int) -> None:
         """Ranks that are to do different things would wait for each other for ever."""
@@ -1385,8 +1384,7 @@ class Trainer:
         for name in ("accumulation_steps", "exact_resume", "save_final", "save_on_signal"):
             settings[name] = getattr(self, name)
         self._ranks.check_alike(settings)
-        wrapped = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-        if self._ranks.count > 1 and not any(isinstance(m, wrapped) for m in self.model.modules()):
+        if self._ranks.count > 1 and "module" not in map(_wrapped_child, self.model.modules()):
             log.warning("the model is not DistributedDataParallel: each rank trains its own")
 
     def _start(self, stack: contextlib.ExitStack, signals: list[str]) -> None:
@@ -1422,7 +1420,7 @@ class Trainer:
         """The signal that came, on whichever rank: all have to end with the same step."""
         if not self.save_on_signal:
             return None
-        number = self._ranks.highest(signal.Signals[signals[0]] if signals else 0)
+        [number] = self._ranks.highest(signal.Signals[signals[0]] if signals else 0)
         return signal.Signals(number).name if number else None
 
     def _train_step(self) -> torch.Tensor | None:
@@ -1447,23 +1445,23 @@ class Trainer:
             self.on_step(self, loss)
             if not all(module.training for module in self._modules):
                 self.model.train()
-        if self.checkpoint_manager is not None:
-            self._save(self.checkpoint_manager.should_save(self.step))
+        if self.checkpoint_manager is not None and self.checkpoint_manager.should_save(self.step):
+            self._save()
         return loss
 
     def _accumulate(self) -> tuple[torch.Tensor, int, int | torch.Tensor] | None:
         """Gradients of one window; its mean loss, samples and tokens. None: the data ran out."""
         self.optimizer.zero_grad()
         total, samples, tokens = None, 0, 0
+        no_sync = getattr(self.model, "no_sync", contextlib.nullcontext)
         for left in reversed(range(self.accumulation_steps)):
             batch = self._batches.next()
-            if batch is _END:
+            if self._batches.may_end and self._ranks.highest(batch is _END)[0]:
                 return None
             more_samples, more_tokens = _count(batch)
             samples, tokens = samples + more_samples, tokens + more_tokens
             # The ranks of a DistributedDataParallel average their gradients with the last batch.
-            apart = getattr(self.model, "no_sync", None) if left else None
-            with apart() if apart is not None else contextlib.nullcontext():
+            with no_sync() if left else contextlib.nullcontext():
                 loss = self._loss(_to_device(batch, self.device))
                 if self.accumulation_steps > 1:
                     loss = loss / self.accumulation_steps
@@ -1503,9 +1501,9 @@ class Trainer:
             self.scheduler.step()
         return True
 
-    def _save(self, wanted: bool) -> None:
+    def _save(self) -> None:
         """Rank 0 writes; the others wait, for what it raises they raise too."""
-        if not wanted or not self.checkpoint_manager.enabled:
+        if not self.checkpoint_manager.enabled:
             return
         state = self.state_dict()
 
@@ -1526,6 +1524,16 @@ class Trainer:
         used = {"scaler": self.precision["use_scaler"], "rng": self.exact_resume}
         used["coordinator"] = self.coordinator is not None
         return {name for name in used if used[name]}
+
+    def _check(self, state: dict, source: str, path: Path | None) -> tuple[dict, list[str]]:
+        """What of ``state`` is this rank's, and what is to be said about it, if it fits."""
+        _check_type("state", state, dict)
+        state, notes = self._ranks.own_part(state)
+        problems = self._compare(state)
+        if problems:
+            message = f"{source} does not fit this run:\n  " + "\n  ".join(problems)
+            raise CheckpointError(message, path=path)
+        return state, notes + self._notes(state)
 
     def _compare(self, state: dict) -> list[str]:
         """All that does not fit."""
@@ -1609,6 +1617,127 @@ _OF_A_RANK = ("rng", "data", "samples", "tokens")
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _process_count() -> int:
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class _Ranks:
+    """The processes that torch.distributed has joined, which call the same; or just this one."""
+
+    # What was passed last: had gloo's thread to free it as torch ends, both might wait for ever.
+    _passed: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        self.rank, self.count = 0, _process_count()
+        if self.count > 1:
+            self.rank = torch.distributed.get_rank()
+            self._group = torch.distributed.new_group(backend="gloo")  # for what is on the CPU
+
+    @staticmethod
+    def now(known: _Ranks | None) -> _Ranks:
+        """``known``, unless they have been joined since, or parted."""
+        return known if known is not None and known.count == _process_count() else _Ranks()
+
+    def share(self, work: Callable[[], Any]) -> list:
+        """What ``work()`` returns on each rank. What it raises on one, all raise."""
+        if self.count == 1:
+            return [work()]
+        try:
+            failure, outcome = None, pickle.dumps((None, work()))
+        except Exception as error:
+            text = type(error).__name__
+            with contextlib.suppress(Exception):  # an odd one, which cannot even be printed
+                text = repr(error)
+            failure, outcome = error, pickle.dumps((text, None))
+        [size] = self.highest(len(outcome))
+        ours = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        ours[: len(outcome)] = torch.frombuffer(bytearray(outcome), dtype=torch.uint8)
+        every = [torch.empty_like(ours) for _ in range(self.count)]
+        torch.distributed.all_gather(every, ours, group=self._group)
+        _Ranks._passed = [*every, ours]
+        if failure is not None:
+            raise failure
+        results = []
+        for rank, passed in enumerate(every):
+            failed, result = pickle.loads(passed.numpy())  # which ends before the zeros do
+            if failed:
+                raise CheckpointError(f"rank {rank} failed: {failed}")
+            results.append(result)
+        return results
+
+    def each(self, work: Callable[[], Any]) -> Any:
+        """What ``work()`` returns here, once it has been done on every rank."""
+        done = []
+        self.share(lambda: done.append(work()))
+        return done[0]
+
+    def highest(self, *numbers: int) -> list[int]:
+        """Of what each rank has. It takes a fraction of the time of ``share``."""
+        if self.count == 1:
+            return list(numbers)
+        ours = torch.tensor(numbers, device="cpu")
+        torch.distributed.all_reduce(ours, torch.distributed.ReduceOp.MAX, group=self._group)
+        _Ranks._passed = [ours]
+        return ours.tolist()
+
+    def check_alike(self, settings: dict) -> None:
+        """ValueError that names the first one in which another rank differs."""
+        for rank, theirs in enumerate(self.share(lambda: settings)):
+            for name, ours in settings.items():
+                if theirs[name] != ours:
+                    message = f"it is {theirs[name]!r} on rank {rank}, here {ours!r}"
+                    raise ValueError(f"{name} must be the same on all ranks: {message}")
+
+    def load_latest(
+        self, manager: CheckpointManager, fallback: bool
+    ) -> tuple[Path | None, dict | None]:
+        """The manager's latest checkpoint, mapped; rank 0 says which one that is."""
+        found: list = [None, None]
+
+        def choose() -> str | None:
+            if self.rank == 0:
+                found[:] = manager._load_latest(fallback, mapped=True)
+            return found[0] and found[0].name
+
+        name = self.share(choose)[0]
+
+        def load_the_same() -> None:
+            if name is not None and self.rank > 0:
+                path = manager.directory / name
+                found[:] = path, manager._load(path, mapped=True)
+
+        self.share(load_the_same)
+        return tuple(found)
+
+    def own_part(self, state: dict) -> tuple[dict, list[str]]:
+        """``state`` as it concerns this rank, and a note if it is of more processes, or fewer."""
+        ranks, rank, count = state.get("ranks", [{}]), self.rank, self.count
+        if not isinstance(ranks, list) or not all(isinstance(part, Mapping) for part in ranks):
+            raise CheckpointError(f"ranks must be a list of dicts, got {ranks!r:.80}")
+        own = {name: value for name, value in state.items() if name != "ranks"}
+        own |= ranks[rank] if rank < len(ranks) else {"rng": None}
+        if len(ranks) == count:
+            return own, []
+        for name in ("samples", "tokens"):  # so that their sums stay what they are
+            if isinstance(total := state.get(name), int):
+                own[name] = total // count + (rank < total % count)
+        if isinstance(own.get("data"), Mapping):
+            own["data"] = {"epoch": own["data"].get("epoch"), "batch": 0, "begin": None}
+        what = "random numbers are others, and the epoch begins again"
+        return own, [f"saved by {len(ranks)} processes, here are {count}: {what}"]
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give ``tensors`` the values that they have on rank 0."""
+        for tensor in tensors:
+            passed = tensor.detach().to("cpu").contiguous()
+            data = passed.reshape(-1).view(torch.uint8)  # gloo does not know every dtype
+            torch.distributed.broadcast(data, 0, group=self._group)
+            _Ranks._passed = [data]
+            if self.rank > 0 and passed.data_ptr() != tensor.data_ptr():
+                tensor.copy_(passed)
+
+
 class _Batches:
     """The batches of a loader, epoch after epoch, and the position to go on from.
 
@@ -1618,6 +1747,7 @@ class _Batches:
 
     def __init__(self, loader: Iterable, exact: bool, signals: list[int]):
         self.loader, self.exact, self.signals = loader, exact, signals
+        self.may_end = hasattr(loader, "__next__")  # an iterator
         self.given = False  # whether there has been a batch
         self.epoch = 0
         self.restart()
@@ -1646,7 +1776,7 @@ class _Batches:
                 return batch
             self.restart()
             self.epoch += 1
-        if hasattr(self.loader, "__next__") and self.given:
+        if self.may_end and self.given:
             return _END
         raise ValueError(f"the dataloader has no batches: {self.loader!r}")
 
@@ -1673,7 +1803,7 @@ class _Batches:
         if state is not None:
             self.epoch, self.batch, self.begin = state["epoch"], state["batch"], state["begin"]
         stateful = _is_stateful(self.loader) and "loader" in (state or {})
-        if self.begin is not None and (stateful or not hasattr(self.loader, "__next__")):
+        if self.begin is not None and (stateful or not self.may_end):
             self._replay(state["loader"] if stateful else None)
             self._set_generators(state.get("generators", {}))
         elif self.begin is not None:
@@ -1717,9 +1847,8 @@ class _Batches:
 
     def _sources(self) -> dict[str, Any]:
         """The loader and what it draws from, by the name under which generators are stored."""
-        names = ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
         found = {"loader": self.loader}
-        for name in names:
+        for name in ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset"):
             with contextlib.suppress(AttributeError):
                 found[name] = operator.attrgetter(name)(self.loader)
         return found
@@ -1730,9 +1859,8 @@ class _Batches:
                 source.set_epoch(self.epoch)
 
     def _generators(self) -> dict[str, torch.Tensor]:
-        found = {
-            name: getattr(source, "generator", None) for name, source in self._sources().items()
-        }
+        sources = self._sources().items()
+        found = {name: getattr(source, "generator", None) for name, source in sources}
         return {name: g.get_state() for name, g in found.items() if isinstance(g, torch.Generator)}
 
     def _set_generators(self, states: Mapping[str, torch.Tensor]) -> None:
@@ -1742,108 +1870,6 @@ class _Batches:
                 generator.set_state(state)
             else:
                 log.warning("the dataloader's %s had a generator when it was saved, now none", name)
-
-
-class _Ranks:
-    """The processes that torch.distributed has joined, which call the same; or just this one."""
-
-    # What was passed last: had gloo's thread to free it as torch ends, both might wait for ever.
-    _passed: list[torch.Tensor]
-
-    def __init__(self) -> None:
-        dist, self.rank, self.count = torch.distributed, 0, 1
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        if self.count > 1:  # on the CPU, with the patience for a save, or for the rounds of a Hub
-            year = datetime.timedelta(days=365)
-            self._group = dist.new_group(backend="gloo", timeout=year)
-
-    def share(self, work: Callable[[], Any]) -> list:
-        """What ``work()`` returns on each rank. What it raises on one, all raise."""
-        if self.count == 1:
-            return [work()]
-        try:
-            failure, outcome = None, pickle.dumps((None, work()))
-        except Exception as error:
-            failure, outcome = error, pickle.dumps((repr(error), None))
-        ours = torch.zeros(self.highest(len(outcome)), dtype=torch.uint8)
-        ours[: len(outcome)] = torch.frombuffer(bytearray(outcome), dtype=torch.uint8)
-        every = [torch.empty_like(ours) for _ in range(self.count)]
-        torch.distributed.all_gather(every, ours, group=self._group)
-        _Ranks._passed = [*every, ours]
-        if failure is not None:
-            raise failure
-        results = []
-        for rank, passed in enumerate(every):
-            failed, result = pickle.loads(passed.numpy())  # which ends before the zeros do
-            if failed:
-                raise CheckpointError(f"rank {rank} failed: {failed}")
-            results.append(result)
-        return results
-
-    def highest(self, number: int) -> int:
-        """Of what each rank has. It takes a fraction of the time of ``share``."""
-        if self.count == 1:
-            return number
-        numbers = torch.tensor([number])
-        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=self._group)
-        _Ranks._passed = [numbers]
-        return int(numbers)
-
-    def check_alike(self, settings: dict) -> None:
-        """ValueError that names the first one in which another rank differs."""
-        for rank, theirs in enumerate(self.share(lambda: settings)):
-            for name, ours in settings.items():
-                if theirs[name] != ours:
-                    message = f"it is {theirs[name]!r} on rank {rank}, here {ours!r}"
-                    raise ValueError(f"{name} must be the same on all ranks: {message}")
-
-    def load_latest(
-        self, manager: CheckpointManager, fallback: bool
-    ) -> tuple[Path | None, dict | None]:
-        """The manager's latest checkpoint, mapped; rank 0 says which one that is."""
-        found: list = [None, None]
-
-        def choose() -> str | None:
-            if self.rank == 0:
-                found[:] = manager._load_latest(fallback, mapped=True)
-            return found[0] and found[0].name
-
-        def follow() -> None:
-            if name is not None and self.rank > 0:
-                found[:] = path, manager._load(path, mapped=True)
-
-        name = self.share(choose)[0]
-        path = manager.directory / (name or "")
-        self.share(follow)
-        return tuple(found)
-
-    def own_part(self, state: dict) -> tuple[dict, list[str]]:
-        """``state`` as it concerns this rank, and a note if it is of more processes, or fewer."""
-        ranks, rank, count = state.get("ranks", [{}]), self.rank, self.count
-        if not isinstance(ranks, list) or not all(isinstance(part, Mapping) for part in ranks):
-            raise CheckpointError(f"ranks must be a list of dicts, got {ranks!r:.80}")
-        own = {name: value for name, value in state.items() if name != "ranks"}
-        own |= ranks[rank] if rank < len(ranks) else {"rng": None}
-        if len(ranks) == count:
-            return own, []
-        for name in ("samples", "tokens"):  # so that their sums stay what they are
-            if isinstance(total := state.get(name), int):
-                own[name] = total // count + (rank < total % count)
-        if isinstance(own.get("data"), Mapping):
-            own["data"] = {"epoch": own["data"].get("epoch"), "batch": 0, "begin": None}
-        what = "random numbers are others, and the epoch begins again"
-        return own, [f"saved by {len(ranks)} processes, here are {count}: {what}"]
-
-    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give ``tensors`` the values that they have on rank 0."""
-        for tensor in tensors if self.count > 1 else ():
-            passed = tensor.detach().to("cpu").contiguous()
-            data = passed.reshape(-1).view(torch.uint8)  # gloo does not know every dtype
-            torch.distributed.broadcast(data, 0, group=self._group)
-            _Ranks._passed = [data]
-            if self.rank > 0 and passed.data_ptr() != tensor.data_ptr():
-                tensor.copy_(passed)
 
 
 def _catch_signals(
@@ -1998,6 +2024,17 @@ def _get_state(part: Any) -> Any:
     return model_state_dict(part) if is_model else _plain_numbers(part.state_dict())
 
 
+def _plain_numbers(value: Any) -> Any:
+    """NumPy's scalars (a LambdaLR with np.cos makes some) as Python's, which load everywhere."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain_numbers, value))
+    return value
+
+
 def _part_problems(part: Any, saved: Any) -> list[str]:
     if isinstance(part, torch.nn.Module):
         return _fit(part, saved)[1] if isinstance(saved, Mapping) else ["not a state_dict"]
@@ -2011,6 +2048,32 @@ def _part_problems(part: Any, saved: Any) -> list[str]:
         wrong = (lacking and unknown) or "last_epoch" in lacking
         return [f"saved by another kind: has {unknown} but not {lacking}"] if wrong else []
     return _optimizer_problems(part, saved) if isinstance(part, torch.optim.Optimizer) else []
+
+
+def _order_problems(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping
+) -> list[str]:
+    """The first parameter that another one would give its optimizer state to.
+
+    That state goes by position, so two layers of one shape in another order swap theirs. What tells
+    is the order of the saved model, as far as the groups here follow the order of the model here.
+    """
+    groups = [*optimizer.param_groups, *saved["optimizer"].get("param_groups", ())]
+    if not saved["optimizer"].get("state") or all("param_names" in group for group in groups):
+        return []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order_here, order_saved = list(model.state_dict()), list(_fit(model, saved["model"])[0])
+    for group in optimizer.param_groups:
+        here = [names.get(id(parameter)) for parameter in group["params"]]
+        members = set(here)
+        if here != [name for name in order_here if name in members]:
+            continue
+        there = [name for name in order_saved if name in members]
+        for mine, other in zip(here, there, strict=True):
+            if mine != other:
+                order = f"saved for parameters in another order: {other} where {mine} is here"
+                return [f"optimizer: {order}"]
+    return []
 
 
 def _set_state(part: Any, saved: Any, undo: contextlib.ExitStack) -> None:
@@ -2049,44 +2112,8 @@ def _loads_like_torch(part: Any) -> bool:
 
 
 def _flat(state: Mapping) -> dict:
+    """The state under the names of ``Trainer._parts``."""
     return {**state, **{f"extra {name}": v for name, v in (state.get("extra") or {}).items()}}
-
-
-def _order_problems(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping
-) -> list[str]:
-    """The first parameter that another one would give its optimizer state to.
-
-    That state goes by position, so two layers of one shape in another order swap theirs. What tells
-    is the order of the saved model, as far as the groups here follow the order of the model here.
-    """
-    groups = [*optimizer.param_groups, *saved["optimizer"].get("param_groups", ())]
-    if not saved["optimizer"].get("state") or all("param_names" in group for group in groups):
-        return []
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    order_here, order_saved = list(model.state_dict()), list(_fit(model, saved["model"])[0])
-    for group in optimizer.param_groups:
-        here = [names.get(id(parameter)) for parameter in group["params"]]
-        members = set(here)
-        if here != [name for name in order_here if name in members]:
-            continue
-        there = [name for name in order_saved if name in members]
-        for mine, other in zip(here, there, strict=True):
-            if mine != other:
-                order = f"saved for parameters in another order: {other} where {mine} is here"
-                return [f"optimizer: {order}"]
-    return []
-
-
-def _plain_numbers(value: Any) -> Any:
-    """NumPy's scalars (a LambdaLR with np.cos makes some) as Python's, which load everywhere."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) is dict:
-        return {key: _plain_numbers(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain_numbers, value))
-    return value
 
 
 def _public_config(value: Any, key: str = "") -> Any:
@@ -2222,6 +2249,9 @@ class Hub:
                     self._files.rm_file(f"{self._path(folder)}/{name}")
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
 class DumbDiLoCo:
     """DiLoCo (Douillard et al. 2023, arXiv 2311.08105) through nothing but a :class:`Hub`.
 
@@ -2287,9 +2317,6 @@ class DumbDiLoCo:
         _check_number("outer_momentum", outer_momentum, least=0, below=1)
         _check_number("poll_interval", poll_interval, above=0)
         _check_number("node_timeout", node_timeout, above=0)
-        if not isinstance(hub, (str, os.PathLike)):
-            for name in "read write list delete size".split():
-                _check_type(f"hub.{name}", getattr(hub, name, None), Callable)
         self._layout = _Layout(model)
         self.model, self.node_id, self.role, self.blocking = model, node_id, role, blocking
         self.inner_steps = _check_int("inner_steps", inner_steps, 1)
@@ -2297,6 +2324,8 @@ class DumbDiLoCo:
         self.delta_dtype, self.node_timeout = delta_dtype, node_timeout
         self.poll_interval = min(poll_interval, node_timeout / 4)  # else we would seem dead
         self.hub = Hub(hub) if isinstance(hub, (str, os.PathLike)) else hub
+        for name in "read write list delete size".split():
+            _check_type(f"hub.{name}", getattr(self.hub, name, None), Callable)
         self.should_stop: Callable[[], bool] = lambda: False
         self.local_step = 0
         self._uploaded_step = 0
@@ -2305,7 +2334,7 @@ class DumbDiLoCo:
         self._settled: _Look | None = None  # what the state was last related to
         self._kept: dict[str, torch.Tensor] | None = None  # the weights at the start
         self._training, self._ticks = False, 0
-        self._ranks: _Ranks | None = None  # the processes that are this node, once it is started
+        self._joined: _Ranks | None = None  # the processes that are this node
         self._exchange = _Exchange(self)
 
     @property
@@ -2327,7 +2356,7 @@ class DumbDiLoCo:
         if self._exchange.running:
             raise RuntimeError(f"{self.node_id} was started already")
         self._training, self._settled = False, None
-        self._kept = {name: _copied(t, _CPU) for name, t in _all_tensors(self.model).items()}
+        self._kept = _copies(_all_tensors(self.model))
         outer, self._exchange = self._exchange.outer, _Exchange(self)
         self._exchange.outer = outer
         self._exchange.begin()
@@ -2365,7 +2394,7 @@ class DumbDiLoCo:
         first, self._training = not self._training, True
         changed = self._take_news()
         if self._settled is not None and self._kept is not None:
-            self._found()
+            self._make_first()
             self._kept = self._settled.shared = None
         if first:
             self._exchange.wake.set()
@@ -2432,7 +2461,7 @@ class DumbDiLoCo:
             upload, outer = state["pending_upload"], state["outer"]
             if baseline is not None:
                 self._layout.check(baseline, [torch.float32], buffers=False)
-                baseline = {name: _copied(tensor, _CPU) for name, tensor in baseline.items()}
+                baseline = _copies(baseline)
             if upload is not None:
                 upload = _Upload.from_state(upload, self._layout)
             if outer is not None:
@@ -2455,38 +2484,39 @@ class DumbDiLoCo:
         self._take_news()
         return True
 
+    @property
+    def _ranks(self) -> _Ranks:
+        self._joined = _Ranks.now(self._joined)
+        return self._joined
+
     def _first_does(self, work: Callable[[], bool]) -> bool:
         """Where several processes are the node: the first does it, the others get its weights."""
-        ranks = self._ranks = self._ranks or _Ranks()
+        ranks = self._ranks
         if ranks.count == 1:
             return work()
-        outcome, failure = 0, None
+        outcome, failure = _WAITS, None
         if ranks.rank == 0:
             try:
                 outcome = int(work())
             except Exception as error:
-                outcome, failure = 2, error
-        outcome = ranks.highest(outcome)
+                outcome, failure = _FAILED, error
+            ranks.highest(outcome, 0)
+        while outcome == _WAITS:
+            outcome, _ = ranks.highest(0, bool(self.should_stop()))
 
         def report() -> None:
             if failure is not None:
                 raise failure
 
-        if outcome == 2:
+        if outcome == _FAILED:
             ranks.share(report)
-        if outcome == 1:
-            counters = torch.tensor([self.local_step, self.outer_step])
+        if outcome:
+            counters = torch.tensor([self.local_step, self.outer_step], device="cpu")
             ranks.follow([counters, *_all_tensors(self.model).values()])
             self.local_step, self._work.version = counters.tolist()
         return bool(outcome)
 
-    def _outgoing(self) -> _Upload | None:
-        """The delta in flight, once it is known what the Hub holds of this node."""
-        with self._lock:
-            self._work.finish()
-            return None if self._settled is None else self._work.upload
-
-    def _found(self) -> None:
+    def _make_first(self) -> None:
         """A master on an empty Hub: the weights at the start become the first shared model."""
         with self._lock:
             leads = self._exchange.master is not None and self._exchange.outer is None
@@ -2499,7 +2529,7 @@ class DumbDiLoCo:
         due = began + (self.node_timeout if self._training else min(2, self.node_timeout))
         while not until():
             now = time.monotonic()
-            if self.should_stop() or now - began > seconds:
+            if self._stop_asked() or now - began > seconds:
                 return False
             if now > due:
                 due, master = now + self.node_timeout, self._exchange.master
@@ -2508,6 +2538,10 @@ class DumbDiLoCo:
             self._ticks += 1  # a node that waits is alive
             time.sleep(0.02)
         return True
+
+    def _stop_asked(self) -> bool:
+        """By whichever process of the node: the others wait in _first_does for this one."""
+        return bool(self._ranks.highest(_WAITS, bool(self.should_stop()))[1])
 
     def _take_news(self) -> bool:
         """Install what the thread has brought, if that is what a node does now."""
@@ -2518,9 +2552,10 @@ class DumbDiLoCo:
             return False
         with self._lock:  # till it is installed: its memory is used again
             shared = self._take_fetched()
-            if work.baseline is not None and not work.damaged and shared.step <= work.version:
+            whole = work.damaged or work.baseline is None
+            if not whole and shared.step <= work.version:
                 return False
-            work.install(shared, whole=work.damaged or work.baseline is None)
+            work.install(shared, whole)
         return True
 
     def _take_fetched(self) -> _Global:
@@ -2536,15 +2571,14 @@ class DumbDiLoCo:
             self._settled = look
             if master is not None:
                 shared = master.start_from(shared)
-            if shared is not None:
-                again = work.rejoin(look, shared, self._kept)
-                changed = work.baseline is None or again or shared.step != work.version
-                if changed:
-                    work.install(shared, whole=work.baseline is None)
-        if shared is None:
-            return False
+            if shared is None:
+                return False
+            again = work.rejoin(look, shared, self._kept)
+            changed = work.baseline is None or again or shared.step != work.version
+            if changed:
+                work.install(shared, whole=work.baseline is None)
         waits = self.blocking and work.upload is not None
-        return (self._wait_for_round() if waits else False) or changed
+        return (waits and self._wait_for_round()) or changed
 
     def _boundary(self) -> bool:
         """Capture a delta, unless there is nothing to relate it to or one is in flight."""
@@ -2558,7 +2592,7 @@ class DumbDiLoCo:
             elif not self.blocking:
                 return False
         self._exchange.wake.set()
-        return self._wait_for_round() if self.blocking else False
+        return self.blocking and self._wait_for_round()
 
     def _wait_for_round(self) -> bool:
         """Until the shared model holds the delta in flight (or there is one to replace a NaN)."""
@@ -2578,10 +2612,22 @@ class DumbDiLoCo:
         return True
 
 
+_CPU = torch.device("cpu")
+_DELTA_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+_GRACE = 1.0  # seconds in which the state of a master may still be loaded
+_NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+_WAITS, _FAILED = 3, 2  # how rank 0 stands, beside whether it has changed the weights
+
+
 class _Work:
     """What a node has done on top of the shared model, as baseline - parameters, and a delta of it.
 
-    All but the live model is on the CPU, parameters in fp32. Its callers hold the node's lock.
+    ``version``: outer step of the shared model that was installed last. ``baseline``: what the
+    work counts from. ``upload``: the delta in flight, which the shared model does not hold yet;
+    ``generation`` is its number. A capture becomes a delta at the first ``finish``, whoever calls
+    it. All but the live model is on the CPU, parameters in fp32. Callers hold the node's lock.
     """
 
     def __init__(
@@ -2590,7 +2636,7 @@ class _Work:
         self.model, self.layout, self.node_id = model, layout, node_id
         self.delta_dtype = delta_dtype
         self.damaged = False  # a NaN was found: the shared model has to replace it
-        self._buffers: dict[str, torch.Tensor] = {}  # for captures, kept: fresh memory is slow
+        self._memory: dict[str, torch.Tensor] = {}  # for captures, kept: fresh memory is slow
         self._odd: set[str] = set()  # buffers that are not finite in the shared model either
         self.restore(0, None, 0, None)
 
@@ -2605,15 +2651,15 @@ class _Work:
 
     def capture(self, step: int) -> None:
         """Copy the model; the delta is made of that later, by the thread if it comes to it."""
-        parameters, buffers = _tensors(self.model)
-        for name, tensor in {**parameters, **buffers}.items():
-            if name not in self._buffers:
+        parameters, tensors = self.layout.parameters, _all_tensors(self.model)
+        for name, tensor in tensors.items():
+            if name not in self._memory:
                 dtype = torch.float32 if name in parameters else tensor.dtype
-                self._buffers[name] = _new_tensor(tensor, dtype)
-            self._buffers[name].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in parameters.values()):
+                self._memory[name] = _new_tensor(tensor, dtype)
+            self._memory[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
-        self._captured = step, dict(self._buffers)
+        self._captured = step, dict(self._memory)
 
     def finish(self) -> None:
         """Make the delta of what was captured; the baseline becomes what that leads to."""
@@ -2639,7 +2685,7 @@ class _Work:
         parameters, buffers = _tensors(self.model)
         with _signals_deferred():
             self.finish()
-            self._note(shared)
+            self._forget_applied(shared)
             if self.baseline is None:
                 self.baseline = {n: _new_tensor(p, torch.float32) for n, p in parameters.items()}
             for name, live in parameters.items():
@@ -2663,10 +2709,10 @@ class _Work:
         model = {**start, **{name: start[name].float() for name in weights}}
         # Newer than what other nodes may have of a Hub that was lost.
         self.version = 0 if self.baseline is None else self.version + 1
-        self.baseline = {name: _copied(model[name], _CPU) for name in weights}
+        self.baseline = _copies({name: model[name] for name in weights})
         applied = {self.node_id: self.generation} if self.generation else {}  # it is in there
         shared = _Global(self.version, model, None, applied)
-        self._note(shared)
+        self._forget_applied(shared)
         return shared
 
     def rejoin(self, look: _Look, shared: _Global, start: dict[str, torch.Tensor] | None) -> bool:
@@ -2686,10 +2732,11 @@ class _Work:
             self.generation, self.upload = newest, found
             for name, base in (self.baseline or {}).items():
                 base.copy_((start or _all_tensors(self.model))[name])
-        self._note(shared)
+        self._forget_applied(shared)
         return unknown
 
-    def _note(self, shared: _Global) -> None:
+    def _forget_applied(self, shared: _Global) -> None:
+        """The delta in flight is none any more, once it is in the shared model."""
         recorded = shared.applied.get(self.node_id, 0)
         if self.upload is not None and self.upload.generation <= recorded:
             self.upload = None
@@ -2713,7 +2760,7 @@ class _Exchange:
         self.wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._ending = False
-        self._alive: list[bytes] = []  # what was written last
+        self._signs: list[bytes] = []  # the signs of life that were written last
         self._newest, self._recorded = -1, 0  # the newest version, and our last delta in it
         self._random = random.Random()  # for waiting times; the global one is not ours
 
@@ -2755,11 +2802,13 @@ class _Exchange:
         This is the whole protocol. What fails is raised, and done again by the next exchange.
         """
         worker = self.master is None
-        pointer = _read_pointer(self.hub) if worker or self.look is None else None
-        if self.look is None or (self.look.empty and pointer is not None and worker):
+        if self.look is None:
             self._take_look()
-        elif pointer is not None and worker and self._wants(pointer["outer_step"]):
-            self._offer(_read_global(self.hub, pointer, self.layout))
+        elif worker and (pointer := _read_pointer(self.hub)) is not None:
+            if self.look.empty:
+                self._take_look()
+            elif self._wants(pointer["outer_step"]):
+                self._offer(_read_global(self.hub, pointer, self.layout))
         if self.node._training:
             self._say_alive()
         self._send()
@@ -2769,10 +2818,10 @@ class _Exchange:
     def _say_alive(self) -> None:
         name, data = f"{self.folder}/{_ALIVE}", json.dumps({"counter": self.node._ticks}).encode()
         with contextlib.suppress(FileNotFoundError):
-            if self._alive and self.hub.read(name, 100) not in self._alive:
+            if self._signs and self.hub.read(name, 100) not in self._signs:
                 message = "another process is %s too: work of both is lost, give each its own name"
                 log.error(message, self.node.node_id)
-        self._alive = [*self._alive[-1:], data]  # the last one may not have been written
+        self._signs = [*self._signs[-1:], data]  # the last one may not have been written
         self.hub.write(name, data)
 
     def _may_lead(self) -> bool:
@@ -2782,7 +2831,7 @@ class _Exchange:
                 return False
             if self.node._settled is None:  # the first look came late
                 self.master.start_from(self.look.shared)
-            self.node._found()
+            self.node._make_first()
             return self.outer is not None
 
     def _lead(self) -> None:
@@ -2800,9 +2849,10 @@ class _Exchange:
 
     def _offer(self, shared: _Global) -> None:
         with self.node._lock:
-            self.fetched = self._note(shared)
+            self.fetched = self._remember(shared)
 
-    def _note(self, shared: _Global) -> _Global:
+    def _remember(self, shared: _Global) -> _Global:
+        """What is newest on the Hub, as far as this side knows."""
         self._newest = shared.step
         self._recorded = shared.applied.get(self.node.node_id, 0)
         if self.master is None:
@@ -2811,13 +2861,13 @@ class _Exchange:
 
     def _take_look(self) -> None:
         """The shared model, and what of this node's deltas is on the Hub or in that."""
-        if isinstance(self.node.hub, Hub):
-            self.node.hub._sweep([self.folder] if self.master is None else [self.folder, "global"])
         # In this order: a delta that is listed no more has been applied to what is read then.
         newest = max(_deltas_in(self.hub.list(self.folder)), default=0)
         pointer, shared, upload = _read_pointer(self.hub), None, None
+        if isinstance(self.node.hub, Hub):
+            self.node.hub._sweep([self.folder] if self.master is None else [self.folder, "global"])
         if pointer is not None:
-            shared = self._note(_read_global(self.hub, pointer, self.layout))
+            shared = self._remember(_read_global(self.hub, pointer, self.layout))
         if newest > self._recorded:
             try:
                 upload = _read_delta(self.hub, self.node.node_id, newest, self.layout)
@@ -2829,10 +2879,14 @@ class _Exchange:
         self.look = _Look(shared, shared is None, newest, upload)
 
     def _send(self) -> None:
-        upload = self.node._outgoing()
-        if upload is None or upload.generation <= self._recorded:
+        with self.node._lock:
+            self.node._work.finish()
+            upload = self.node._work.upload
+            # Until it is settled, what the Hub holds of this node is not known.
+            ready = self.node._settled is not None and upload is not None
+        if not ready or upload.generation <= self._recorded:
             return
-        name = f"{self.folder}/{_delta_file(upload.generation)}"
+        name = _delta_name(self.node.node_id, upload.generation)
         with contextlib.suppress(FileNotFoundError):
             if upload.size is not None and self.hub.size(name) == upload.size:
                 return
@@ -2897,6 +2951,17 @@ class _Patient:
         return method(*arguments)
 
 
+# What trying again does not mend.
+_LASTING = (
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+
+
 class _Master:
     """What makes a node the master: it completes the rounds and publishes the shared model."""
 
@@ -2938,8 +3003,7 @@ class _Master:
     def aggregate(self) -> bool:
         """Make and publish another version, if a round is complete.
 
-        It goes where the one before the last was, which nobody reads any more once the last has
-        been offered to the node.
+        It reuses the memory of the version before the last: the node was offered the last one.
         """
         following = self._round(*self._survey())
         if following is None:
@@ -2954,7 +3018,7 @@ class _Master:
     def _publish(self) -> None:
         """The version, then the pointer. Applied deltas are deleted when that is seen there."""
         data = _to_bytes(self.outer.state_dict())
-        digest, file = hashlib.sha256(data).hexdigest(), _global_file(self.outer.step)
+        digest, file = hashlib.sha256(data).hexdigest(), f"step_{self.outer.step:012d}.pt"
         self.outer.digest = digest
         self._ours.add(digest)
         pointer = {
@@ -2992,7 +3056,7 @@ class _Master:
         applied = self.outer.applied.get(node, 0)
         for number in _deltas_in(names):
             if number <= applied:
-                self._delete(f"nodes/{node}/{_delta_file(number)}")
+                self._delete(_delta_name(node, number))
             else:
                 deltas.setdefault(node, []).append(number)
         if _ALIVE not in names:
@@ -3028,8 +3092,7 @@ class _Master:
         if total:  # else all were refused, which another version has to say
             spare = None if self._spare is None or self._spare.lent else self._spare
             outer = _outer_step(outer, total, nodes, self.lr, self.momentum, self.layout, spare)
-        lent = not total or outer.lent
-        step = outer.step + 1
+        step, lent = outer.step + 1, not total
         return dataclasses.replace(outer, step=step, applied=applied, digest=None, lent=lent)
 
     def _is_complete(self, arrived: set[str], live: set[str]) -> bool:
@@ -3039,14 +3102,15 @@ class _Master:
 
     def _usable_delta(self, node: str, number: int) -> Any:
         """Its tensors, None if it is refused, _LATER if it may still be on its way."""
-        name = f"nodes/{node}/{_delta_file(number)}"
+        name = _delta_name(node, number)
         if name in self._refused:
             return None
         try:
             upload = _read_delta(self.hub, node, number, self.layout)
             self.layout.check_buffers(upload.delta, self.outer)
         except _Refused as error:
-            if self._sizes.get(name) != error.size:  # it may have been cut, and grow yet
+            cut = error.size is not None and self._sizes.get(name) != error.size
+            if cut:  # perhaps, and it grows yet
                 self._sizes[name] = error.size
                 return _LATER
             log.warning("%s is refused: %s", name, error)
@@ -3067,6 +3131,9 @@ class _Master:
             self.hub.delete(name)
         except Exception as error:
             log.debug("%s was not deleted: %r", name, error)
+
+
+_LATER = object()  # said of a delta that may still be on its way
 
 
 @dataclasses.dataclass
@@ -3179,9 +3246,8 @@ class _Layout:
         if buffers:
             wanted |= {name: (shape, [dtype]) for name, (shape, dtype) in self.buffers.items()}
         problems = [f"missing: {name}" for name in sorted(wanted.keys() - tensors.keys())]
-        problems += [
-            f"unexpected: {name}" for name in sorted(map(str, tensors.keys() - wanted.keys()))
-        ]
+        unknown = sorted(map(str, tensors.keys() - wanted.keys()))
+        problems += [f"unexpected: {name}" for name in unknown]
         for name in wanted.keys() & tensors.keys():
             (shape, allowed), tensor = wanted[name], tensors[name]
             if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
@@ -3251,8 +3317,8 @@ def _outer_step(
     )
 
 
-def _copies(tensors: dict, spare: dict | None) -> dict:
-    """Copies, in the memory of ``spare`` where there is one."""
+def _copies(tensors: dict, spare: dict | None = None) -> dict:
+    """Copies on the CPU, in the memory of ``spare`` where there is one."""
     if not spare:
         return {name: _copied(tensor, _CPU) for name, tensor in tensors.items()}
     return {name: spare[name].copy_(tensor) for name, tensor in tensors.items()}
@@ -3261,7 +3327,7 @@ def _copies(tensors: dict, spare: dict | None) -> dict:
 def _tensors(model: torch.nn.Module) -> tuple[dict, dict]:
     """What travels, live: floating parameters, tied ones once, and what else the state holds."""
     every = model.named_parameters(remove_duplicate=False)
-    bare_name = _bare_names(model)
+    bare_name = _bare_namer(model)
     floating = {bare_name(name): p.detach() for name, p in every if p.is_floating_point()}
     once = {bare_name(name) for name, _ in model.named_parameters()}
     parameters = {name: p for name, p in floating.items() if name in once}
@@ -3277,11 +3343,7 @@ def _all_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _new_tensor(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """On the CPU, of that shape; where the model is on a GPU, in memory that it copies to fast."""
-    size = like.numel() * dtype.itemsize
-    if like.is_cuda:
-        memory = torch.empty(size, dtype=torch.uint8, device=_CPU, pin_memory=True)
-    else:
-        memory = _new_buffer(size)
+    memory = _new_buffer(like.numel() * dtype.itemsize, pinned=like.is_cuda)
     return memory.view(dtype).view(like.shape)
 
 
@@ -3344,7 +3406,7 @@ def _read_global(hub: Any, pointer: dict, layout: _Layout) -> _Global:
 
 
 def _read_delta(hub: Any, node: str, number: int, layout: _Layout) -> _Upload:
-    name = f"nodes/{node}/{_delta_file(number)}"
+    name = _delta_name(node, number)
     size = hub.size(name)
     data = hub.read(name) if size <= layout.limit else b""
     try:
@@ -3352,7 +3414,7 @@ def _read_delta(hub: Any, node: str, number: int, layout: _Layout) -> _Upload:
             raise ValueError(f"it has {size} bytes, at most {layout.limit} are expected")
         payload = _unpacked(data, name)
         header = _item(payload, "node_id"), _item(payload, "generation")
-        if not (header[0] == node and header[1] == number):
+        if header != (node, number):
             raise ValueError(f"its header says {header!r:.200}")
         upload = _Upload.from_state({**payload, "baseline_generation": number}, layout)
     except Exception as error:  # damaged or hostile bytes make torch raise almost anything
@@ -3390,32 +3452,13 @@ def _deltas_in(names: list[str]) -> list[int]:
     return sorted(int(match[1]) for match in map(_DELTA_FILE.fullmatch, names) if match)
 
 
-def _delta_file(number: int) -> str:
-    return f"delta_{number:012d}.pt"
-
-
-def _global_file(step: int) -> str:
-    return f"step_{step:012d}.pt"
+def _delta_name(node: str, number: int) -> str:
+    return f"nodes/{node}/delta_{number:012d}.pt"
 
 
 _ALGORITHM, _ALIVE = "dumb_diloco", "alive.json"
-_CPU = torch.device("cpu")
-_DELTA_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 _DELTA_FILE = re.compile(r"delta_([0-9]{12})\.pt")
 _GLOBAL_FILE = re.compile(r"step_([0-9]{12})\.pt")
-_GRACE = 1.0  # seconds in which the state of a master may still be loaded
-_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# What trying again does not mend.
-_LASTING = (
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
-_LATER = object()
-_NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 # ==================================================================================================
@@ -3457,8 +3500,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    latest, rows, status = CheckpointManager(args.place).latest_path(), [], 0
-    for step, path in _checkpoints_in(Path(args.place)):
+    checkpoints, latest = _checkpoints_in(Path(args.place))
+    rows, status = [], 0
+    for step, path in checkpoints:
         row = [str(step), path.name, *_size_and_age(path)]
         if args.verify:
             problem = _damage(path)
@@ -3473,7 +3517,7 @@ def _list(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     path = Path(args.place)
     if path.is_dir():
-        path = _checkpoints_in(path) and CheckpointManager(path).latest_path()
+        _, path = _checkpoints_in(path)
     path.stat()  # that it is not there is another error than damage
     state = CheckpointManager(path.parent, weights_only=True)._load(path, mapped=True)
     _say(f"{path}: {', '.join(_size_and_age(path))} old")
@@ -3491,7 +3535,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     path, status = Path(args.place), 0
-    for _, file in _checkpoints_in(path) if path.is_dir() else [(0, path)]:
+    for _, file in _checkpoints_in(path)[0] if path.is_dir() else [(0, path)]:
         problem = _damage(file)
         _say(f"{file}: {problem or 'whole'}")
         status = 1 if problem else status
@@ -3517,7 +3561,7 @@ def _show_hub(args: argparse.Namespace) -> int:
         names, last, where = hub.list(f"nodes/{node}"), applied.get(node, 0), "in the model"
         newest = max(_deltas_in(names), default=0)
         if newest > last:
-            name, last = f"nodes/{node}/{_delta_file(newest)}", newest
+            name, last = _delta_name(node, newest), newest
             where = f"waits, {_bytes(hub.size(name))}, made {_age_on(hub, name)}"
         life = _age_on(hub, f"nodes/{node}/{_ALIVE}") if _ALIVE in names else "has left"
         rows.append([node, str(last or "none"), where if last else "", life])
@@ -3535,14 +3579,14 @@ class _Outline(pickle.Unpickler):
         return None
 
 
-def _checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
+def _checkpoints_in(directory: Path) -> tuple[list[tuple[int, Path]], Path]:
+    """All by step, and the latest, which may have a name of its own."""
     manager = CheckpointManager(directory)
     files = {path: step for step, path in manager._files().items()}
-    if (latest := manager.latest_path()) is not None:  # which may have a name of its own
-        files.setdefault(latest, manager._step_of(latest))
-    if not files:
+    if (latest := manager.latest_path()) is None:
         raise CheckpointError(f"there is no checkpoint in {directory}")
-    return sorted((step, path) for path, step in files.items())
+    files.setdefault(latest, manager._step_of(latest))
+    return sorted((step, path) for path, step in files.items()), latest
 
 
 def _damage(path: Path) -> str | None:
@@ -3556,7 +3600,7 @@ def _damage(path: Path) -> str | None:
 
 def _size_and_age(path: Path) -> tuple[str, str]:
     found = path.stat()
-    return _bytes(found.st_size), _seconds(time.time() - found.st_mtime)
+    return _bytes(found.st_size), _age(found.st_mtime)
 
 
 def _age_on(hub: Hub, name: str) -> str:
@@ -3566,19 +3610,19 @@ def _age_on(hub: Hub, name: str) -> str:
         return "at an unknown time"
     if when.tzinfo is None:
         when = when.replace(tzinfo=datetime.timezone.utc)
-    return f"{_seconds(time.time() - when.timestamp())} ago"
+    return f"{_age(when.timestamp())} ago"
 
 
 def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
             break
-        count, unit = count / 1000, "TB"
+        count /= 1000
     return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
 
 
-def _seconds(count: float) -> str:
-    unit = "s"
+def _age(when: float) -> str:
+    count, unit = time.time() - when, "s"
     for larger, size in {"min": 60, "h": 60, "d": 24}.items():
         if count < 2 * size:
             break

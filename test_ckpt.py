@@ -519,8 +519,8 @@ def save_under_fire(directory):
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     rng, manager, interrupted = random.Random(1), CheckpointManager(directory, fsync=False), 0
     for step in range(1, 300):
-        signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00001, 0.004))
         try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00001, 0.004))
             manager.save(step, {"step": step, "w": torch.ones(300_000)})
             time.sleep(0.004)
         except KeyboardInterrupt:
@@ -6436,6 +6436,7 @@ def test_two_processes_of_one_name_are_reported(tmp_path, by_hand, warned):
     assert warned() == []
     twin = node_of(tmp_path, "b")
     twin.start()
+    twin._ticks += 100  # a wait counts, too: by chance both might have come to the same number
     move(twin)
     exchange(twin, node)
     assert warned() == ["another process is b too: work of both is lost, give each its own name"]
@@ -7237,6 +7238,102 @@ def test_a_signal_that_comes_once_more_at_once_is_still_the_first(tmp_path):
     assert CheckpointManager(tmp_path / "slow").steps() == []
 
 
+class Unprintable(Exception):
+    def __repr__(self):
+        raise ValueError
+
+
+def fail_in_many_ways(directory):
+    """What is wrong on one rank alone is raised on all, and they can go on together."""
+    other = rank_here() == 1
+    shared_trainer(directory, exact_resume=True).fit(3)
+    trainer = shared_trainer(directory, exact_resume=True)
+    state = CheckpointManager(directory).load_latest()
+    state["ranks"][1]["data"]["batch"] = -1
+    with pytest.raises(CheckpointError, match="rank 1 failed" if not other else "at least 0"):
+        trainer.resume(state)
+    with pytest.raises(CheckpointError if not other else TypeError):
+        trainer.resume("x" if other else copy.deepcopy(state))
+    model = nn.Linear(4, 4) if other else Loss()
+    optimizer, manager = torch.optim.AdamW(model.parameters()), CheckpointManager(directory)
+    misfit = Trainer(model, optimizer, [], checkpoint_manager=manager)
+    with pytest.raises(CheckpointError, match="rank 1 failed" if not other else "does not fit"):
+        misfit.resume()
+
+    def work():
+        if other:
+            raise Unprintable
+
+    with pytest.raises(CheckpointError if not other else Unprintable):
+        trainer._ranks.share(work)
+    assert trainer.resume()
+    assert trainer.fit(4).steps == 4
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(tmp_path):
+    in_group(fail_in_many_ways, tmp_path)
+
+
+def run_out():
+    count = 3 if rank_here() else 6
+    loader = iter([(torch.ones(1),)] * count)
+    model = nn.parallel.DistributedDataParallel(Weight())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = Trainer(model, optimizer, loader, accumulation_steps=2)
+    result = trainer.fit(5)
+    assert (result.steps, result.stop_reason) == (1, "data")
+    assert float(model.module.w) == -1.0
+
+
+def test_an_iterator_that_ends_on_one_rank_ends_the_run_on_all():
+    in_group(run_out)
+
+
+def stop_apart(directory):
+    """Rank 1 is told only when rank 0 and with it the run has stopped."""
+    trainer = shared_trainer(directory, save_on_signal=[signal.SIGTERM])
+
+    def on_step(trainer, loss):
+        if trainer.step == 1:
+            if rank_here() == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    trainer.on_step = on_step
+    assert trainer.fit(9).steps == 1
+    time.sleep(0.5)
+
+
+def test_a_signal_that_reaches_one_rank_later_finds_it_prepared(tmp_path):
+    in_group(stop_apart, tmp_path)
+
+
+def join_late(directory, store, rank):
+    trainer = shared_trainer(directory)
+    assert trainer.resume() is False
+    trainer.state_dict()
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    trainer.model = nn.parallel.DistributedDataParallel(trainer.model)
+    trainer.fit(3)
+    assert len(CheckpointManager(directory).load_latest()["ranks"]) == 2
+    time.sleep(0.1)
+    torch.distributed.destroy_process_group()
+
+
+def test_processes_that_are_joined_after_the_first_look(tmp_path):
+    both = [
+        forks.Process(target=join_late, args=(tmp_path / "c", f"file://{tmp_path}/store", rank))
+        for rank in range(2)
+    ]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(50)
+        process.kill()
+    assert [process.exitcode for process in both] == [0, 0]
+
+
 @pytest.mark.parametrize("ranks", ["x", [1, 2], {0: {}}, [{"rng": {}}, None]])
 def test_a_damaged_list_of_ranks(ranks):
     trainer = make(trainer={"exact_resume": True})
@@ -7413,6 +7510,21 @@ def test_tensors_of_every_kind_reach_the_other_processes_of_a_node(tmp_path):
     in_group(pass_on, tmp_path)
 
 
+def wait_for_ever(directory):
+    """No master is there; rank 1 alone is asked to stop."""
+    node = node_of(directory, "b", values=[1.0], blocking=True)
+    asked = []
+    node.should_stop = lambda: bool(asked)
+    if rank_here() == 1:
+        threading.Timer(0.5, asked.append, (1,)).start()
+    node.start()
+    node.stop()
+
+
+def test_each_process_of_a_node_that_waits_may_be_asked_to_stop(tmp_path):
+    in_group(wait_for_ever, tmp_path)
+
+
 def misuse_a_node(directory):
     model = Vector([1.0])
     node = node_of(directory, "b", model=model)
@@ -7470,12 +7582,29 @@ def test_a_trainer_on_several_processes_is_one_node(tmp_path):
     same(found["whole"], found["broken"])
 
 
+class WithSharded(nn.Module):
+    """Of which only a buffer is spread."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.register_buffer("b", spread(torch.ones(2)))
+
+
+def spread(tensor):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, init_device_mesh("cpu", (1,)))
+
+
 def sharded_models():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import distribute_module
 
     yield distribute_module(Loss(), init_device_mesh("cpu", (1,))), "DTensor"
+    yield WithSharded(), "DTensor"
     for original in (False, True):
         cpu = torch.device("cpu")
         sharded = FullyShardedDataParallel(Loss(), device_id=cpu, use_orig_params=original)
@@ -7494,13 +7623,33 @@ def refuse_sharded(directory):
             Trainer(model, optimizer, [])
         with pytest.raises(ValueError, match=where):
             DumbDiLoCo(model, directory, node_id="a")
-        if kind == "DTensor":
-            for background in (False, True):
-                manager = CheckpointManager(directory, background=background)
-                with pytest.raises(CheckpointError, match=f"model.net.0.weight is a D.*{where}"):
-                    manager.save(1, {"model": model.state_dict()})
-                manager.close()
+    state = {"net.0.weight": spread(torch.ones(4, 3))}
+    with pytest.raises(CheckpointError, match=f"net.0.weight is a DTensor.*{where}"):
+        ckpt.load_model_state_dict(Loss(), state)
+    for background in (False, True):
+        manager = CheckpointManager(directory, background=background)
+        with pytest.raises(CheckpointError, match=f"model.net.0.weight is a DTensor.*{where}"):
+            manager.save(1, {"model": state})
+        manager.close()
     assert listing(directory) == []
+
+
+def take_what_is_whole():
+    """Wrappers of torch.distributed that do not spread a model."""
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain, replicated, checkpointed = Loss(), replicate(Loss()), Loss()
+    checkpointed.net[0] = checkpoint_wrapper(checkpointed.net[0])
+    for model in (replicated, checkpointed):
+        assert ckpt.model_state_dict(model).keys() == plain.state_dict().keys()
+        ckpt.load_model_state_dict(model, plain.state_dict())
+        Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), [])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrappers_that_do_not_spread_a_model_are_welcome():
+    in_group(take_what_is_whole, count=1)
 
 
 @pytest.mark.filterwarnings("ignore")

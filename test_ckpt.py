@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import datetime
 import errno
 import functools
 import gc
@@ -7702,6 +7703,37 @@ def test_ls_verify_says_which_file_is_damaged_and_where(tmp_path, capsys, warned
     ]
 
 
+def test_the_latest_may_have_a_name_of_its_own(tmp_path, capsys):
+    manager = three_checkpoints(tmp_path)
+    os.rename(manager.path_for(2), tmp_path / "best.pt")
+    ckpt.atomic_json_dump({"step": 2, "file": "best.pt"}, tmp_path / "latest.json")
+    lines = [line.split() for line in run_main(capsys, "ls", tmp_path)[1][1:]]
+    assert [(line[0], line[1], line[-1] == "latest") for line in lines] == [
+        ("1", "step_000000000001.pt", False),
+        ("2", "best.pt", True),
+        ("12", "step_000000000012.pt", False),
+    ]
+    assert run_main(capsys, "show", tmp_path)[1][1] == "step: 2"
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1005, "1 kB"), (1.23e6, "1.23 MB"),
+     (45.6e9, "45.6 GB"), (7.89e12, "7.89 TB"), (5e16, "5e+04 TB")],
+)  # fmt: skip
+def test_sizes(count, shown):
+    assert ckpt._bytes(count) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(-5, "0 s"), (0, "0 s"), (119, "119 s"), (121, "2 min"), (7100, "118 min"), (7300, "2 h"),
+     (170_000, "47 h"), (180_000, "2 d"), (8_640_000, "100 d")],
+)  # fmt: skip
+def test_ages(seconds, shown):
+    assert ckpt._age(time.time() - seconds) == shown
+
+
 def test_verify_of_a_directory_and_of_a_file(tmp_path, capsys, warned):
     manager = three_checkpoints(tmp_path)
     assert run_main(capsys, "verify", manager.path_for(2)) == (
@@ -7775,6 +7807,22 @@ def test_a_hub_at_a_glance(tmp_path, capsys, by_hand):
     ]
     exchange(master)
     assert "b     3           in the model" in run_main(capsys, "hub", tmp_path / "hub")[1][3]
+    shutil.rmtree(tmp_path / "hub" / "nodes" / "b")  # in a bucket an empty folder is none
+    last = run_main(capsys, "hub", tmp_path / "hub")[1][3]
+    assert last == "b     3           in the model  has left"
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_ages_on_a_hub_that_has_no_clock_or_no_time_zone(tmp_path, capsys, monkeypatch, known):
+    def modified(self, path):
+        if not known:
+            raise NotImplementedError
+        return datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
+
+    Hub(tmp_path).write("nodes/b/alive.json", b"{}")
+    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "modified", modified)
+    line = run_main(capsys, "hub", tmp_path)[1][-1]
+    assert line.split("none")[1].strip() == ("0 s ago" if known else "at an unknown time")
 
 
 def test_a_hub_of_a_model_that_does_not_fit_in_memory(tmp_path, capsys, by_hand, monkeypatch):
@@ -7832,7 +7880,13 @@ def test_errors_are_one_line_and_status_2(tmp_path, capsys, warned, command, con
     assert (status, out, len(err)) == (2, [], 1)
     assert says in err[0]
     assert str(place) in err[0] or content == "broken hub"
+    assert content is not None or "older checkpoint" not in err[0]
     assert not (tmp_path / "marker").exists()
+
+
+def test_a_name_of_two_lines_is_told_in_one(tmp_path, capsys):
+    status, out, err = run_main(capsys, "ls", tmp_path / "a\nb")
+    assert (status, out, len(err)) == (2, [], 1)
 
 
 @pytest.mark.parametrize("arguments", [[], ["ls"], ["frobnicate", "x"], ["ls", "a", "b"]])
@@ -7849,7 +7903,8 @@ def test_the_file_is_a_program(tmp_path):
     done = subprocess.run([*run, "verify", tmp_path], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout.count("whole")) == (1, 2)
     assert done.stderr == ""
-    with subprocess.Popen([*run, "ls", tmp_path], stdout=-1, stderr=-1) as process:
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen([*run, "ls", tmp_path], stdout=-1, stderr=-1, env=buffered) as process:
         process.stdout.close()  # as head does
         assert process.stderr.read() == b""
     assert process.returncode == 0

@@ -1384,7 +1384,8 @@ class Trainer:
         for name in ("accumulation_steps", "exact_resume", "save_final", "save_on_signal"):
             settings[name] = getattr(self, name)
         self._ranks.check_alike(settings)
-        if self._ranks.count > 1 and "module" not in map(_wrapped_child, self.model.modules()):
+        several, first = self._ranks.count > 1, self._ranks.rank == 0
+        if several and first and "module" not in map(_wrapped_child, self.model.modules()):
             log.warning("the model is not DistributedDataParallel: each rank trains its own")
 
     def _start(self, stack: contextlib.ExitStack, signals: list[str]) -> None:

@@ -436,6 +436,8 @@ def load_model_state_dict(model: torch.nn.Module, state: Mapping) -> None:
 
 def _check_whole(held: Any, error: type[Exception] = CheckpointError) -> None:
     """Raise ``error`` if of a model or a state this process has only its part (FSDP, DTensor)."""
+    if _process_count() == 0:  # nothing can be spread, and it takes a while to look
+        return
     parts = _named_tensors(held)
     if isinstance(held, torch.nn.Module):
         parts = (*held.named_modules(), *held.named_parameters(), *held.named_buffers())
@@ -445,6 +447,12 @@ def _check_whole(held: Any, error: type[Exception] = CheckpointError) -> None:
         if kind.__module__.startswith(f"{where}."):
             what = f"{name or 'the model'} is a {kind.__name__}, of which each process has a part"
             raise error(f"{what}: such a model is for torch.distributed.checkpoint")
+
+
+def _process_count() -> int:
+    """How many processes torch.distributed has joined with this one, itself too; 0: it has not."""
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _named_tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -1618,11 +1626,6 @@ _OF_A_RANK = ("rng", "data", "samples", "tokens")
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _process_count() -> int:
-    dist = torch.distributed
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 class _Ranks:
     """The processes that torch.distributed has joined, which call the same; or just this one."""
 
@@ -1630,7 +1633,7 @@ class _Ranks:
     _passed: list[torch.Tensor]
 
     def __init__(self) -> None:
-        self.rank, self.count = 0, _process_count()
+        self.rank, self.count = 0, max(1, _process_count())
         if self.count > 1:
             self.rank = torch.distributed.get_rank()
             self._group = torch.distributed.new_group(backend="gloo")  # for what is on the CPU
@@ -1638,7 +1641,8 @@ class _Ranks:
     @staticmethod
     def now(known: _Ranks | None) -> _Ranks:
         """``known``, unless they have been joined since, or parted."""
-        return known if known is not None and known.count == _process_count() else _Ranks()
+        still = known is not None and known.count == max(1, _process_count())
+        return known if still else _Ranks()
 
     def share(self, work: Callable[[], Any]) -> list:
         """What ``work()`` returns on each rank. What it raises on one, all raise."""

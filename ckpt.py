@@ -18,8 +18,7 @@
     trainer = Trainer(model, optimizer, loader, checkpoint_manager=manager, exact_resume=True)
     trainer.resume()        # False at the first start
     trainer.fit(10_000)     # kill it whenever you like, run the script again
-    # or, in a loop of your own:
-    if state := manager.load_latest():  # None at the first start
+    if state := manager.load_latest():  # or so, in a loop of your own; None at the first start
         load_model_state_dict(model, state["model"]), ..., restore_rng_state(state["rng"])
     if manager.should_save(step):
         manager.save(step, {"model": model_state_dict(model), ..., "rng": capture_rng_state()})
@@ -52,6 +51,7 @@ import random
 import re
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -594,9 +594,10 @@ def _group_misfit(
         twin.__setstate__({"state": defaultdict(dict), "param_groups": [options]})
         twin.step()
     except Exception as error:  # SparseAdam, say, takes no dense gradient: that tells nothing
-        missing = isinstance(error, KeyError) and error.args[0] in optimizer.defaults
-        if missing or isinstance(error, TypeError):
-            return f"by another kind of optimizer: {error!r}"
+        if isinstance(error, KeyError) and error.args[0] in optimizer.defaults:
+            return f"by another kind of optimizer: it has no {error.args[0]}"
+        if isinstance(error, TypeError):
+            return f"by another kind of optimizer: {error}"
         log.debug("options of %s were not tried: %r", kind, error)
     for index, parameter in zip(group["params"], parameters, strict=True):
         entry, shape = state.get(index) or {}, tuple(parameter.shape)
@@ -706,6 +707,8 @@ class CheckpointManager:
         keep_every: int | None = None,
         weights_only: bool = False,
     ):
+        if not os.fspath(directory):
+            raise ValueError(f"directory must name one, got {directory!r}")
         # Absolute where a thread writes later on, when the working directory may be another.
         self.directory = Path(directory).absolute() if background else Path(directory)
         self.every_steps = _check_int("every_steps", every_steps, 1)
@@ -738,6 +741,7 @@ class CheckpointManager:
         save, wait, close or copy_to, in place of its work.
         """
         step = _check_int("step", step, 0)
+        _check_type("state", state, dict)
         _check_whole(state)
         self.wait()
         if self.background and threading.main_thread().is_alive():
@@ -933,8 +937,9 @@ class CheckpointManager:
                 log.debug("%s cannot be mapped: %r", path, error)  # legacy files, some file systems
                 state = load(path)
         except Exception as error:  # a damaged file makes torch.load raise almost anything
-            message = f"{path} cannot be loaded ({error}); {_WAY_OUT}"
-            if self.weights_only and isinstance(error, pickle.UnpicklingError):
+            message = f"{path} cannot be loaded ({error!r:.500}); {_WAY_OUT}"
+            refused = self.weights_only and isinstance(error, pickle.UnpicklingError)
+            if refused and zipfile.is_zipfile(path):
                 message = f"{path} is damaged, or takes weights_only=False to load: if you trust it"
             raise CheckpointError(message, path=path, step=step) from error
         if not isinstance(state, dict):
@@ -1266,6 +1271,9 @@ class Trainer:
         self._batches = _Batches(dataloader, exact_resume, self.save_on_signal)
         if device is not None:
             model.to(self.device)
+        ours = set(map(id, model.parameters()))
+        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            log.warning("optimizer holds no parameter of the model: was it made for another one?")
 
     @property
     def tokens(self) -> int:
@@ -3493,13 +3501,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status = args.run(args)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return status
     except BrokenPipeError:  # who reads it, as head does, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # whatever it is, it becomes one line
-        text = str(error) or type(error).__name__
+        text = (str(error) or type(error).__name__).removesuffix(f"; {_WAY_OUT}")
         _say(f"{parser.prog}: {' '.join(text.split())}", file=sys.stderr)
         return 2
 
@@ -3523,19 +3531,24 @@ def _show(args: argparse.Namespace) -> int:
     path = Path(args.place)
     if path.is_dir():
         _, path = _checkpoints_in(path)
-    path.stat()  # that it is not there is another error than damage
+    problem = _damage(path)
     state = CheckpointManager(path.parent, weights_only=True)._load(path, mapped=True)
-    _say(f"{path}: {', '.join(_size_and_age(path))} old")
+    _say(f"{path}: {', '.join(_size_and_age(path))} old, {problem or 'whole'}")
     rows = [["tensor", "dtype", "shape", "size"]]
     for key, value in state.items():
         tensors = list(_named_tensors({key: value}))
         if not tensors:
-            _say(f"{key}: {pprint.pformat(value, width=100)[:2000]}")
+            lines = pprint.pformat(value, width=100)[:2000].splitlines()
+            for line in [f"{key}: {lines[0]}", *lines[1:]]:
+                _say(line)
         for name, tensor in tensors:
-            kind, shape = str(tensor.dtype).removeprefix("torch."), str(tuple(tensor.shape))
-            rows.append([name, kind, shape, _bytes(tensor.nbytes)])
+            kind, shape, size = str(tensor.dtype).removeprefix("torch."), "nested", ""
+            if not tensor.is_nested:
+                shape, dense = str(tuple(tensor.shape)), tensor.layout == torch.strided
+                size = _bytes(tensor.nbytes) if dense else str(tensor.layout)
+            rows.append([name, kind, shape, size])
     _say_table(rows)
-    return 0
+    return 1 if problem else 0
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -3548,19 +3561,25 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _show_hub(args: argparse.Namespace) -> int:
-    hub = Hub(args.place)
-    pointer, nodes, applied = _read_pointer(hub), hub.list("nodes"), {}
-    if pointer is None:
-        if not nodes:
-            raise CheckpointError(f"{hub.url} holds neither a shared model nor nodes")
-        _say(f"{hub.url}: no shared model yet")
-    else:
-        name = f"global/{pointer['file']}"
-        with hub._files.open(hub._path(name)) as file, zipfile.ZipFile(file) as archive:
-            record = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            applied = _Outline(io.BytesIO(archive.read(record))).load()["applied"]
-        what = f"{_bytes(hub.size(name))}, published {_age_on(hub, name)}"
-        _say(f"{hub.url}: version {pointer['outer_step']} of the shared model, {what}")
+    hub, applied, status = Hub(args.place), {}, 0
+    nodes = hub.list("nodes")
+    try:
+        if (pointer := _read_pointer(hub)) is not None:
+            name = f"global/{pointer['file']}"
+            what = f"{_bytes(hub.size(name))}, published {_age_on(hub, name)}"
+            _say(f"{hub.url}: version {pointer['outer_step']} of the shared model, {what}")
+            with hub._files.open(hub._path(name)) as file, zipfile.ZipFile(file) as archive:
+                record = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+                applied = _Outline(io.BytesIO(archive.read(record))).load()["applied"]
+        elif nodes:
+            _say(f"{hub.url}: no shared model yet")
+        else:
+            raise FileNotFoundError(f"{hub.url} holds neither a shared model nor nodes")
+    except OSError:
+        raise
+    except Exception as error:  # damaged bytes raise almost anything
+        _say(f"{hub.url}: the shared model, or global/{_POINTER}, is damaged: {error!r:.200}")
+        status = 1
     rows = [["node", "last delta", "", "sign of life"]]
     for node in sorted({*nodes, *applied}):
         names, last, where = hub.list(f"nodes/{node}"), applied.get(node, 0), "in the model"
@@ -3571,7 +3590,7 @@ def _show_hub(args: argparse.Namespace) -> int:
         life = _age_on(hub, f"nodes/{node}/{_ALIVE}") if _ALIVE in names else "has left"
         rows.append([node, str(last or "none"), where if last else "", life])
     _say_table(rows)
-    return 0
+    return status
 
 
 class _Outline(pickle.Unpickler):
@@ -3586,6 +3605,8 @@ class _Outline(pickle.Unpickler):
 
 def _checkpoints_in(directory: Path) -> tuple[list[tuple[int, Path]], Path]:
     """All by step, and the latest, which may have a name of its own."""
+    if directory.is_file():
+        raise NotADirectoryError(f"{directory} is a file, not a directory")
     manager = CheckpointManager(directory)
     files = {path: step for step, path in manager._files().items()}
     if (latest := manager.latest_path()) is None:
@@ -3595,7 +3616,9 @@ def _checkpoints_in(directory: Path) -> tuple[list[tuple[int, Path]], Path]:
 
 
 def _damage(path: Path) -> str | None:
-    path.open("rb").close()  # a file that is not there, or not ours to read, is not damaged
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would have us wait for ever
+        raise ValueError(f"{path} is not a regular file")
+    path.open("rb").close()  # one that is not ours to read is not damaged
     try:
         verify_checkpoint(path)
     except CheckpointError as error:
@@ -3635,12 +3658,17 @@ def _age(when: float) -> str:
     return f"{max(0, count):.0f} {unit}"
 
 
+def _printable(text: str) -> str:
+    """One line, with nothing by which a name in a file could play tricks on a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def _say(text: str, file: Any = None) -> None:
-    """Print it, but nothing with which a file could play tricks on the terminal."""
-    print("".join(c if c.isprintable() or c == "\n" else "?" for c in text), file=file)
+    print(_printable(text), file=file)
 
 
 def _say_table(rows: list[list[str]]) -> None:
+    rows = [list(map(_printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         _say("  ".join(map(str.ljust, row, widths)).rstrip())

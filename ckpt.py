@@ -1271,8 +1271,7 @@ class Trainer:
         self._batches = _Batches(dataloader, exact_resume, self.save_on_signal)
         if device is not None:
             model.to(self.device)
-        ours = set(map(id, model.parameters()))
-        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        if not _has_part_of(optimizer, model):
             log.warning("optimizer holds no parameter of the model: was it made for another one?")
 
     @property
@@ -1940,6 +1939,11 @@ def _device_of(model: torch.nn.Module, device: Any) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must name a torch device, got {device!r}") from error
+
+
+def _has_part_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> bool:
+    ours = set(map(id, model.parameters()))
+    return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
 
 def _check_signal(number: Any) -> signal.Signals:

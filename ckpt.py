@@ -969,7 +969,12 @@ class CheckpointManager:
 
         It is whole then: a name of this form appears by a rename only.
         """
-        if not os.path.isfile(path):
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                return False
+        except PermissionError:  # it may well be one: to begin afresh would be wrong
+            raise
+        except (OSError, ValueError):
             return False
         return not path.is_symlink() or path.resolve().parent == self.directory.resolve()
 
@@ -1265,6 +1270,7 @@ class Trainer:
         self.step = self.samples = 0
         self._tokens: int | torch.Tensor = 0  # a tensor while batches are counted on the device
         self._saved_step: int | None = None  # the step that the manager's latest file holds
+        self._owed = False  # whether a save has failed, and none has been made since
         self._scaler: torch.amp.GradScaler | None = None
         self._deferred: dict[str, Any] = {}  # what fit() will load: scaler, coordinator, rng
         self._joined: _Ranks | None = None
@@ -1287,6 +1293,7 @@ class Trainer:
         A second call goes on: with ``exact_resume`` in the same epoch, else the loader restarts.
         (When a step has raised, the next call goes on with the next batch.)
         Returns when the last save is on the disk; CheckpointError if that failed in the background.
+        A save that has failed is made up for by the next one, at the latest as a later call ends.
         RuntimeError when fp16 overflows 100 times in a row. ValueError for a loader without
         batches, or a loss that is not a scalar that requires grad.
         """
@@ -1301,13 +1308,11 @@ class Trainer:
                 signals = _catch_signals(self.save_on_signal, stack, grace)
                 self._start(stack, signals)
                 loss, reason = self._loop(max_steps, signals)
-                ends = self.save_final or reason in signal.Signals.__members__
-                if ends and self.step > 0 and self.step != self._saved_step:
-                    self._save()
-                if self.checkpoint_manager is not None:
-                    self._ranks.share(self.checkpoint_manager.wait)
+                self._finish(reason)
                 if reason in signal.Signals.__members__:
                     time.sleep(grace)  # till it has reached this process, too
+        elif self.step == max_steps:
+            self._finish(reason)
         final_loss = None if loss is None else float(loss)
         elapsed = time.perf_counter() - began
         return TrainResult(self.step, self.samples, self.tokens, final_loss, elapsed, reason)
@@ -1341,7 +1346,7 @@ class Trainer:
                 undo.pop_all()
         except Exception as error:  # from code that is not ours: a loader, an object in extra_state
             raise CheckpointError(f"{source} cannot be resumed: {error!r}", path=path) from error
-        self._saved_step = None if path is None else self.step
+        self._saved_step, self._owed = None if path is None else self.step, False
         log.info("resumed %s at step %d", source, self.step)
         return True
 
@@ -1432,6 +1437,18 @@ class Trainer:
             loss, came = last, self._came(signals)
         return loss, came or "max_steps"
 
+    def _finish(self, reason: str) -> None:
+        """The last save, if one is wanted or has failed before; and the end of all writing."""
+        wanted = self.save_final or self._owed or reason in signal.Signals.__members__
+        if wanted and self.step > 0 and self.step != self._saved_step:
+            self._save()
+        if self.checkpoint_manager is not None:
+            try:
+                self._ranks.share(self.checkpoint_manager.wait)
+            except Exception:
+                self._saved_step, self._owed = None, True
+                raise
+
     def _came(self, signals: list[str]) -> str | None:
         """The signal that came, on whichever rank: all have to end with the same step."""
         if not self.save_on_signal:
@@ -1521,6 +1538,7 @@ class Trainer:
         """Rank 0 writes; the others wait, for what it raises they raise too."""
         if not self.checkpoint_manager.enabled:
             return
+        self._owed = True
         state = self.state_dict()
 
         def write() -> None:
@@ -1528,7 +1546,7 @@ class Trainer:
                 self.checkpoint_manager.save(self.step, state)
 
         self._ranks.share(write)
-        self._saved_step = self.step
+        self._saved_step, self._owed = self.step, False
 
     def _parts(self) -> dict[str, Any]:
         """What has a state of its own; the optimizer after the scheduler, for its rates count."""
@@ -1585,6 +1603,10 @@ class Trainer:
         for name, ours in {"config": self.config, "precision": self.precision}.items():
             if ours is not None and state.get(name) is not None:
                 notes += _differences(name, state[name], ours)
+        if self.exact_resume and state.get("data") is not None:
+            here, there = self._batches.length(), state["data"].get("batches")
+            if None not in (here, there) and here != there:
+                notes.append(f"an epoch had {there} batches, has {here}: it is another data order")
         return notes
 
     def _unmap(self, state: dict) -> None:
@@ -1767,6 +1789,7 @@ class _Batches:
 
     def restart(self) -> None:
         self.iterator: Iterator | None = None
+        self.broken = False  # whether the iterator was, in the middle of an epoch
         self.batch = 0  # batches taken in this epoch
         self.begin: dict | None = None  # generators just before the epoch's iterator was made
 
@@ -1777,12 +1800,18 @@ class _Batches:
     def next(self) -> Any:
         """The next batch, of a new epoch where this one is over; _END when an iterator is."""
         for _ in range(2):
-            if self.iterator is None:
+            if self.iterator is None and self.broken:
+                self._begin_again()
+            elif self.iterator is None:
                 self._set_epoch()
                 if self.exact:
                     self.begin = {"rng": capture_rng_state(), "generators": self._generators()}
                 self.iterator = self._iterate()
-            batch = next(self.iterator, _END)
+            try:
+                batch = next(self.iterator, _END)
+            except BaseException:  # as a Ctrl-C, upon which a worker's batch may be lost for ever
+                self.iterator, self.broken = None, self.exact and not self.may_end
+                raise
             if batch is not _END:
                 self.batch, self.given = self.batch + 1, True
                 return batch
@@ -1792,8 +1821,15 @@ class _Batches:
             return _END
         raise ValueError(f"the dataloader has no batches: {self.loader!r}")
 
+    def length(self) -> int | None:
+        """Batches of an epoch, where the loader knows."""
+        try:
+            return len(self.loader)
+        except (TypeError, NotImplementedError):
+            return None
+
     def state_dict(self) -> dict:
-        state = dict(self.done)
+        state = {**self.done, "batches": self.length()}
         if (self.epoch, self.batch) != (state["epoch"], state["batch"]):
             log.warning("state of an unfinished step: its batches will be taken again, inexactly")
         else:
@@ -1821,6 +1857,14 @@ class _Batches:
         elif self.begin is not None:
             log.warning("the dataloader is an iterator and cannot be replayed: it goes on as it is")
         self.finish_step()
+
+    def _begin_again(self) -> None:
+        """Another iterator in the place of the one that broke, to go on with the next batch."""
+        rng, generators = capture_rng_state(), self._generators()
+        self._replay(None)
+        self._set_generators(generators)
+        restore_rng_state(rng)
+        self.broken = False
 
     def _replay(self, loader_state: Any) -> None:
         began = time.perf_counter()
@@ -3137,7 +3181,7 @@ class _Master:
             self._complain(name, error)
             return _LATER
         age = self.outer.step - upload.base_outer_step
-        log.info("%s is taken, made on the version %d before this one", name, age)
+        log.info("%s is taken, made %d versions ago", name, age)
         return upload.delta
 
     def _delete(self, name: str) -> None:
@@ -3518,26 +3562,35 @@ def main(argv: list[str] | None = None) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     checkpoints, latest = _checkpoints_in(Path(args.place))
-    rows, status = [], 0
+    rows, statuses = [], [0]
     for step, path in checkpoints:
-        row = [str(step), path.name, *_size_and_age(path)]
-        if args.verify:
-            problem = _damage(path)
-            row.append(problem or "whole")
-            status = 1 if problem else status
-        rows.append([*row, "latest" if path == latest else ""])
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on prunes its files
+            row = [str(step), path.name, *_size_and_age(path)]
+            if args.verify:
+                status, said = _judged(path)
+                statuses.append(status)
+                row.append(said)
+            rows.append([*row, "latest" if path == latest else ""])
     titles = ["step", "file", "size", "age", *(["checksums"] if args.verify else []), ""]
     _say_table([titles, *rows])
-    return status
+    return max(statuses)
 
 
 def _show(args: argparse.Namespace) -> int:
-    path = Path(args.place)
-    if path.is_dir():
-        _, path = _checkpoints_in(path)
-    problem = _damage(path)
-    state = CheckpointManager(path.parent, weights_only=True)._load(path, mapped=True)
-    _say(f"{path}: {', '.join(_size_and_age(path))} old, {problem or 'whole'}")
+    given = place = Path(args.place)
+    for _ in range(100):  # a run that goes on prunes its files
+        if given.is_dir():
+            _, place = _checkpoints_in(given)
+        try:
+            size_and_age, (status, said) = _size_and_age(place), _judged(place)
+            if status == 2:
+                raise ValueError(f"{place}: {said}")
+            state = CheckpointManager(place.parent, weights_only=True)._load(place, mapped=True)
+            break
+        except (FileNotFoundError, CheckpointError):
+            if place is given or place.exists():
+                raise
+    _say(f"{place}: {', '.join(size_and_age)} old, {said}")
     rows = [["tensor", "dtype", "shape", "size"]]
     for key, value in state.items():
         tensors = list(_named_tensors({key: value}))
@@ -3552,16 +3605,19 @@ def _show(args: argparse.Namespace) -> int:
                 size = _bytes(tensor.nbytes) if dense else str(tensor.layout)
             rows.append([name, kind, shape, size])
     _say_table(rows)
-    return 1 if problem else 0
+    return status
 
 
 def _verify(args: argparse.Namespace) -> int:
-    path, status = Path(args.place), 0
-    for _, file in _checkpoints_in(path)[0] if path.is_dir() else [(0, path)]:
-        problem = _damage(file)
-        _say(f"{file}: {problem or 'whole'}")
-        status = 1 if problem else status
-    return status
+    place, statuses = Path(args.place), [0]
+    if not place.is_dir():
+        place.stat()
+    for _, path in _checkpoints_in(place)[0] if place.is_dir() else [(0, place)]:
+        with contextlib.suppress(FileNotFoundError):
+            status, said = _judged(path)
+            statuses.append(status)
+            _say(f"{path}: {said}")
+    return max(statuses)
 
 
 def _show_hub(args: argparse.Namespace) -> int:
@@ -3586,12 +3642,17 @@ def _show_hub(args: argparse.Namespace) -> int:
         status = 1
     rows = [["node", "last delta", "", "sign of life"]]
     for node in sorted({*nodes, *applied}):
-        names, last, where = hub.list(f"nodes/{node}"), applied.get(node, 0), "in the model"
-        newest = max(_deltas_in(names), default=0)
-        if newest > last:
-            name, last = _delta_name(node, newest), newest
-            where = f"waits, {_bytes(hub.size(name))}, made {_age_on(hub, name)}"
-        life = _age_on(hub, f"nodes/{node}/{_ALIVE}") if _ALIVE in names else "has left"
+        last, where = applied.get(node, 0), "in the model"
+        try:
+            names = hub.list(f"nodes/{node}")
+            newest = max(_deltas_in(names), default=0)
+            if newest > last:
+                name, last = _delta_name(node, newest), newest
+                where = f"waits, {_bytes(hub.size(name))}, made {_age_on(hub, name)}"
+            sign = f"nodes/{node}/{_ALIVE}"
+            life = _age_on(hub, sign) if _ALIVE in names else "not training"
+        except OSError as error:
+            status, life = 2, f"cannot be read: {error.strerror or error}"
         rows.append([node, str(last or "none"), where if last else "", life])
     _say_table(rows)
     return status
@@ -3619,15 +3680,22 @@ def _checkpoints_in(directory: Path) -> tuple[list[tuple[int, Path]], Path]:
     return sorted((step, path) for path, step in files.items()), latest
 
 
-def _damage(path: Path) -> str | None:
+def _judged(path: Path) -> tuple[int, str]:
+    """The exit status that the file is worth, and why. FileNotFoundError when there is none."""
     if not stat.S_ISREG(path.stat().st_mode):  # a pipe would have us wait for ever
-        raise ValueError(f"{path} is not a regular file")
-    path.open("rb").close()  # one that is not ours to read is not damaged
+        return 2, "not a regular file"
     try:
+        path.open("rb").close()
         verify_checkpoint(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return 2, f"cannot be read: {error.strerror}"
     except CheckpointError as error:
-        return str(error).removeprefix(f"{path} ").partition("; ")[0]
-    return None
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is gone") from error
+        return 1, str(error).removeprefix(f"{path} ").partition("; ")[0]
+    return 0, "whole"
 
 
 def _size_and_age(path: Path) -> tuple[str, str]:

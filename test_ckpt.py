@@ -937,6 +937,35 @@ def test_a_directory_that_may_only_be_read():
         directory.rmdir()
 
 
+def look_without_permission(directory, what):
+    CheckpointManager(directory / "good").load_latest()
+    if os.getuid() == 0:
+        os.setuid(65534)
+    if what == "directory":
+        for fallback in (False, True):
+            with pytest.raises(PermissionError):
+                CheckpointManager(directory / "good").load_latest(fallback=fallback)
+    for command in (["ls", "--verify"], ["verify"]):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert ckpt.main([command[0], str(directory / "good"), *command[1:]]) == 2
+        if what == "file":
+            assert printed.getvalue().count("cannot be read: Permission denied") == 1
+            assert printed.getvalue().count("whole") == 2
+
+
+@pytest.mark.parametrize("what", ["directory", "file"])
+def test_what_may_not_be_read_is_not_taken_for_nothing(what):
+    directory = Path(tempfile.mkdtemp(dir="/tmp", prefix="ckpt-unreadable-"))
+    try:
+        directory.chmod(0o755)
+        manager = manager_with(directory / "good", [1, 2, 3])
+        (directory / "good").chmod(0o744 if what == "directory" else 0o755)
+        manager.path_for(2).chmod(0o600)
+        in_child(look_without_permission, directory, what)
+    finally:
+        shutil.rmtree(directory)
+
+
 def test_load_is_on_the_cpu_and_unpickles_by_default(tmp_path):
     ckpt.atomic_torch_save({"a": Marker(tmp_path / "made")}, tmp_path / "step_000000000001.pt")
     CheckpointManager(tmp_path).load_latest()
@@ -1023,16 +1052,16 @@ def test_a_reader_keeps_up_with_a_writer_that_prunes(tmp_path, fallback):
 
 
 def test_a_file_pruned_just_after_the_pointer_was_read(tmp_path, monkeypatch, warned):
-    writer, isfile = manager_with(tmp_path, [1], keep_last=1), os.path.isfile
+    writer, stat = manager_with(tmp_path, [1], keep_last=1), os.stat
 
-    def save_first(path):
-        monkeypatch.setattr(os.path, "isfile", isfile)
+    def save_first(path, **options):
+        monkeypatch.setattr(os, "stat", stat)
         writer.save(2, {"step": 2})
         ckpt.atomic_torch_save({"step": 3}, writer.path_for(3))  # whole, but nothing names it yet
-        return isfile(path)
+        return stat(path, **options)
 
     reader = CheckpointManager(tmp_path)
-    monkeypatch.setattr(os.path, "isfile", save_first)
+    monkeypatch.setattr(os, "stat", save_first)
     assert reader.latest_path() == writer.path_for(2)
     assert warned() == []
 
@@ -1525,6 +1554,28 @@ def test_fit_returns_when_its_last_save_is_there(tmp_path, gate):
     trainer.checkpoint_manager.fsync = True
     trainer.fit(3)
     assert json.loads((tmp_path / "latest.json").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize("save_final", [False, True])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_failed_is_made_up_for_as_fit_ends(tmp_path, background, save_final):
+    directory, last = tmp_path / "c", 6 if save_final else 4
+    options = {"background": background, "trainer": {"save_final": save_final}}
+    trainer = make(directory, every=2, **options)
+    trainer.fit(2)
+    shutil.move(directory, tmp_path / "moved")
+    directory.touch()
+    with pytest.raises((OSError, CheckpointError)):
+        trainer.fit(last)
+    with pytest.raises((OSError, CheckpointError)):
+        trainer.fit(last)
+    directory.unlink()
+    shutil.move(tmp_path / "moved", directory)
+    assert trainer.fit(last).steps == trainer.step
+    assert trainer.checkpoint_manager.steps()[-1] == trainer.step
+    before = trainer.checkpoint_manager.latest_path().stat().st_mtime_ns
+    trainer.fit(trainer.step)
+    assert trainer.checkpoint_manager.latest_path().stat().st_mtime_ns == before
 
 
 def test_fit_raises_what_became_of_its_last_save(tmp_path, monkeypatch):
@@ -4479,10 +4530,70 @@ def test_a_loader_that_has_become_shorter_goes_on(tmp_path, warned):
     trainer.fit(3)
     resumed, used = recorded(tmp_path, numbers(4))
     resumed.resume()
-    assert len(warned()) == 1
-    assert "ended after 2 of 3 batches" in warned()[0]
+    assert len(warned()) == 2
+    assert "an epoch had 4 batches, has 2" in warned()[0]
+    assert "ended after 2 of 3 batches" in warned()[1]
     resumed.fit(5)
     assert used == [[0, 1], [2, 3]]
+
+
+def test_a_loader_of_another_length_is_warned_about(tmp_path, warned):
+    recorded(tmp_path, numbers(8))[0].fit(3)
+    for count, batch, differs in [(8, 2, False), (7, 2, False), (8, 4, True), (16, 2, True)]:
+        recorded(tmp_path, numbers(count, batch))[0].resume()
+        assert any("an epoch had 4 batches" in message for message in warned()) == differs
+
+
+class Interrupted(Noisy):
+    """Raises, or ends its worker, once, in the midst of an epoch."""
+
+    def __init__(self, flag, how):
+        self.flag, self.how = flag, how
+
+    def __getitem__(self, i):
+        if i == 5 and self.how and not self.flag.exists():
+            self.flag.touch()
+            if self.how == "worker":
+                os._exit(1)
+            raise KeyboardInterrupt
+        if torch.utils.data.get_worker_info() is None:  # what it has drawn here is drawn
+            return torch.full((3,), i / 22.0), torch.tensor(i / 22.0)
+        return super().__getitem__(i)
+
+
+def interrupted_run(directory, how, workers):
+    ckpt.seed_everything(3)
+    model = Loss()
+    dataset = Interrupted(directory / "flag", how)
+    loader = (
+        DataLoader(
+            dataset, batch_size=2, shuffle=True, num_workers=workers, multiprocessing_context="fork"
+        )
+        if workers
+        else DataLoader(dataset, batch_size=2, shuffle=True)
+    )
+    used = []
+
+    def loss_fn(model, batch):
+        used.append(batch[0].tolist())
+        return model(*batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, loader, exact_resume=True, loss_fn=loss_fn)
+    if how:
+        with pytest.raises((KeyboardInterrupt, RuntimeError)):
+            trainer.fit(20)
+    trainer.fit(20)
+    torch.save({"used": used, "model": model.state_dict()}, directory / f"{how}.pt")
+
+
+@pytest.mark.parametrize(("how", "workers"), [("here", 0), ("worker", 2)])
+def test_an_iterator_that_breaks_is_replaced_at_its_place(tmp_path, how, workers):
+    in_child(interrupted_run, tmp_path, None, workers)
+    in_child(interrupted_run, tmp_path, how, workers)
+    whole, broken = (torch.load(tmp_path / f"{name}.pt") for name in (None, how))
+    assert (tmp_path / "flag").exists()
+    same(broken, whole)
 
 
 def test_a_loader_that_fails_in_the_replay_changes_nothing(tmp_path):
@@ -7823,7 +7934,7 @@ def test_a_hub_at_a_glance(tmp_path, capsys, by_hand):
         re.sub("[0-9.]+ kB", "kB", re.sub("[0-9] s", "s", line)).split() for line in out[1:]
     ] == [
         "node last delta sign of life".split(),
-        "a none has left".split(),
+        "a none not training".split(),
         "b 3 waits, kB, made s ago s ago".split(),
         "c none s ago".split(),
     ]
@@ -7831,7 +7942,7 @@ def test_a_hub_at_a_glance(tmp_path, capsys, by_hand):
     assert "b     3           in the model" in run_main(capsys, "hub", tmp_path / "hub")[1][3]
     shutil.rmtree(tmp_path / "hub" / "nodes" / "b")  # in a bucket an empty folder is none
     last = run_main(capsys, "hub", tmp_path / "hub")[1][3]
-    assert last == "b     3           in the model  has left"
+    assert last == "b     3           in the model  not training"
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -7944,8 +8055,30 @@ def test_show_says_when_what_it_shows_is_damaged(tmp_path, capsys):
 def test_a_pipe_is_not_waited_for(tmp_path, capsys, command):
     os.mkfifo(tmp_path / "pipe")
     status, out, err = run_main(capsys, command, tmp_path / "pipe")
-    assert (status, out) == (2, [])
-    assert "is not a regular file" in err[0]
+    assert (status, len(out + err)) == (2, 1)
+    assert "pipe: not a regular file" in (out + err)[0]
+
+
+def test_looking_at_a_run_that_saves_meanwhile(tmp_path, capsys):
+    manager, done = CheckpointManager(tmp_path, keep_last=1, fsync=False), []
+    manager.save(1, {"step": 1})
+
+    def write():
+        step = 1
+        while not done:
+            step += 1
+            manager.save(step, {"step": step})
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(25):
+            for command in (["ls"], ["ls", "--verify"], ["verify"], ["show"]):
+                assert ckpt.main([command[0], str(tmp_path), *command[1:]]) == 0
+    finally:
+        done.append(True)
+        thread.join()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("broken", ["pointer", "shared model"])

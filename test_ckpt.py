@@ -8031,6 +8031,7 @@ def test_a_name_of_two_lines_is_told_in_one(tmp_path, capsys):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse")
 def test_show_of_odd_tensors(tmp_path, capsys):
     odd = {"sparse": torch.eye(3).to_sparse(), "meta": torch.empty(2, device="meta")}
     torch.save(odd, tmp_path / "a")

@@ -1247,8 +1247,6 @@ class Trainer:
         _check_type("on_step", on_step, (Callable, types.NoneType))
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be above 0, got {clip_grad_norm!r}")
-        if precision not in (*_AUTOCAST, "auto"):
-            raise ValueError(f"precision must be fp32, bf16, fp16 or auto, got {precision!r}")
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("scheduler: ReduceLROnPlateau needs a metric, step it in on_step")
         if checkpoint_manager is None and (save_final or save_on_signal):
@@ -1273,7 +1271,6 @@ class Trainer:
         self._owed = False  # whether a save has failed, and none has been made since
         self._scaler: torch.amp.GradScaler | None = None
         self._deferred: dict[str, Any] = {}  # what fit() will load: scaler, coordinator, rng
-        self._joined: _Ranks | None = None
         self._batches = _Batches(dataloader, exact_resume, self.save_on_signal)
         if device is not None:
             model.to(self.device)
@@ -1390,6 +1387,8 @@ class Trainer:
         # Last, for a foreign state_dict() may draw.
         state["rng"] = self._deferred.get("rng") or capture_rng_state()
         return state
+
+    _joined: _Ranks | None = None
 
     @property
     def _ranks(self) -> _Ranks:
@@ -1825,7 +1824,8 @@ class _Batches:
         """Batches of an epoch, where the loader knows."""
         try:
             return len(self.loader)
-        except (TypeError, NotImplementedError):
+        except Exception as error:  # many have no length, each in its own way
+            log.debug("the dataloader has no length: %r", error)
             return None
 
     def state_dict(self) -> dict:
@@ -1998,6 +1998,8 @@ def _check_signal(number: Any) -> signal.Signals:
 
 
 def _plan_precision(mode: str, device: torch.device) -> dict:
+    if mode not in (*_AUTOCAST, "auto"):
+        raise ValueError(f"precision must be fp32, bf16, fp16 or auto, got {mode!r}")
     if mode == "auto":
         mode = "fp32"
         if device.type == "cuda":
@@ -2395,7 +2397,6 @@ class DumbDiLoCo:
         self._settled: _Look | None = None  # what the state was last related to
         self._kept: dict[str, torch.Tensor] | None = None  # the weights at the start
         self._training, self._ticks = False, 0
-        self._joined: _Ranks | None = None  # the processes that are this node
         self._exchange = _Exchange(self)
 
     @property
@@ -2544,6 +2545,8 @@ class DumbDiLoCo:
                     tensor.copy_(self._kept[name])
         self._take_news()
         return True
+
+    _joined: _Ranks | None = None
 
     @property
     def _ranks(self) -> _Ranks:

@@ -1799,14 +1799,14 @@ class _Batches:
     def next(self) -> Any:
         """The next batch, of a new epoch where this one is over; _END when an iterator is."""
         for _ in range(2):
-            if self.iterator is None and self.broken:
-                self._begin_again()
-            elif self.iterator is None:
+            if self.iterator is None and not self.broken:
                 self._set_epoch()
                 if self.exact:
                     self.begin = {"rng": capture_rng_state(), "generators": self._generators()}
                 self.iterator = self._iterate()
             try:
+                if self.broken:
+                    self._begin_again()
                 batch = next(self.iterator, _END)
             except BaseException:  # as a Ctrl-C, upon which a worker's batch may be lost for ever
                 self.iterator, self.broken = None, self.exact and not self.may_end
@@ -1861,9 +1861,11 @@ class _Batches:
     def _begin_again(self) -> None:
         """Another iterator in the place of the one that broke, to go on with the next batch."""
         rng, generators = capture_rng_state(), self._generators()
-        self._replay(None)
-        self._set_generators(generators)
-        restore_rng_state(rng)
+        try:
+            self._replay(None)
+        finally:
+            self._set_generators(generators)
+            restore_rng_state(rng)
         self.broken = False
 
     def _replay(self, loader_state: Any) -> None:
@@ -1943,6 +1945,8 @@ def _catch_signals(
         if name not in received:
             came[name] = time.monotonic()
             received.append(name)
+            if not grace:  # at once: the next one may find us stuck where no handler runs
+                signal.signal(number, previous[number])
         elif time.monotonic() - came[name] >= grace:  # it acts as if we were not there
             signal.signal(number, previous[number])
             signal.raise_signal(number)
@@ -3581,7 +3585,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     given = place = Path(args.place)
-    for _ in range(100):  # a run that goes on prunes its files
+    while True:  # a run that goes on prunes its files
         if given.is_dir():
             _, place = _checkpoints_in(given)
         try:

@@ -4038,6 +4038,19 @@ def two_signals(directory):
     ).fit(9)
 
 
+def test_after_the_first_signal_its_handler_is_the_one_before(tmp_path):
+    """The system's own ends a process that is stuck where Python runs no handler."""
+    before, found = signal.getsignal(signal.SIGTERM), []
+
+    def on_step(trainer, loss):
+        os.kill(os.getpid(), signal.SIGTERM)
+        found.append(signal.getsignal(signal.SIGTERM))
+
+    trainer = make(tmp_path, trainer={"on_step": on_step, "save_on_signal": [signal.SIGTERM]})
+    assert trainer.fit(3).stop_reason == "SIGTERM"
+    assert found == [before]
+
+
 def test_a_second_signal_acts_as_if_we_were_not_there(tmp_path):
     in_child(two_signals, tmp_path, exitcode=-signal.SIGTERM)
     assert listing(tmp_path) == ["survived the first"]
@@ -4542,6 +4555,30 @@ def test_a_loader_of_another_length_is_warned_about(tmp_path, warned):
     for count, batch, differs in [(8, 2, False), (7, 2, False), (8, 4, True), (16, 2, True)]:
         recorded(tmp_path, numbers(count, batch))[0].resume()
         assert any("an epoch had 4 batches" in message for message in warned()) == differs
+
+
+def test_a_replay_that_breaks_off_is_begun_again(tmp_path):
+    """Interrupted in mid-epoch, and once more while the way back there is replayed."""
+    taken, interrupt_at = [], [5, 8]
+
+    class Counting(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            taken.append(i)
+            if len(taken) in interrupt_at:
+                raise KeyboardInterrupt
+            return torch.tensor([float(i)])
+
+    trainer, used = recorded(tmp_path, DataLoader(Counting(), batch_size=1))
+    trainer.loss_fn = lambda model, batch: (used.append(batch.tolist()), model(batch))[1]
+    for _ in interrupt_at:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(8)
+    trainer.fit(8)
+    assert used == [[[float(i)]] for i in range(8)]
+    assert taken[:8] == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 class Interrupted(Noisy):
